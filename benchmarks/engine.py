@@ -4,11 +4,10 @@
                                 [--against DIRECTORY]
 
 The default model (4-layer, 256-wide Llama, float32, random weights) and the first requests of the
-trace, every request with its own output length, greedy. All three run in one process, in turns;
-medians over the rounds, compile and warmup excluded for all. KV is hot or cold as the serving
-leaves it.
+trace, every request with its own output length, greedy. All three run in one process, interleaved;
+medians over the rounds, compile and warmup excluded.
 
-With ``--against`` ours alone, in turns with a second process that imports the checkout in that
+With ``--against`` only ours, interleaved with a second process that imports the checkout in that
 directory.
 """
 
@@ -89,14 +88,14 @@ def rate(serve: Callable[[Requests], int], requests: Requests) -> float:
 
 
 def requests_of_rounds(arrivals: list[demand.Arrival]) -> Iterator[Requests]:
-    """Other tokens in every round: no prefix cache remembers the round before."""
+    """Yields different tokens in every round, so that no prefix cache helps."""
     for seed in itertools.count():
         prompts = demand.prompts(arrivals, default_model().config.vocab_size, seed=seed)
         yield [(list(p), a.output_tokens) for p, a in zip(prompts, arrivals, strict=True)]
 
 
 def all_systems(tokens: int) -> dict[str, Callable[[Requests], float]]:
-    """Ours and what a user would take instead: tokens/s of requests."""
+    """Ours and the alternatives: tokens/s of requests."""
     made = {
         "ours": ours(default_model(), tokens),
         "generate": plain_generate(default_model()),
@@ -106,10 +105,10 @@ def all_systems(tokens: int) -> dict[str, Callable[[Requests], float]]:
 
 
 def both_checkouts(options: argparse.Namespace) -> dict[str, Callable[[Requests], float]]:
-    """Ours, and that of the checkout to compare with."""
-    told = [f"--{name}={getattr(options, name)}"
-            for name in ("trace", "requests", "rounds", "tokens", "threads")]  # fmt: skip
-    line = other_process(options.against, *told)
+    """Ours, and that of the other checkout."""
+    arguments = [f"--{name}={getattr(options, name)}"
+                 for name in ("trace", "requests", "rounds", "tokens", "threads")]  # fmt: skip
+    line = other_process(options.against, *arguments)
     line()  # it is warm
     here = partial(rate, ours(default_model(), options.tokens))
     return {"ours": here, "there": lambda requests: float(line())}

@@ -31,7 +31,7 @@ step() { # NAME SECONDS COMMAND...: its output goes to the screen and a file as 
 }
 
 tests() {
-  [ "$DEVICE" = cuda ] || { echo "== no tests for $DEVICE: make test has those of the stand-in"; return; }
+  [ "$DEVICE" = cuda ] || { echo "== no tests for $DEVICE: make test has those of the fake device"; return; }
   # What has such tests alone: other folders import what a machine may lack.
   local spread
   spread=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo '-n 8') # most of the time is compiling

@@ -1,10 +1,10 @@
-"""examples/nano_vllm.py against the parts that it would replace on a CPU, in one process by turns.
+"""examples/nano_vllm.py with and without capture and the op, interleaved in one process.
 
     python benchmarks/nano.py [--model smollm2] [--tokens 32] [--rounds 5]
 
-The same engine runs three times: as it is; with a graph that is not captured; and with attention
-in plain torch, which gathers the blocks of each text for SDPA. Printed are lines, tokens per second
-(medians), and what share of the first each of the others reaches.
+The same engine runs three times: as it is; without capture; and with attention in plain torch,
+which gathers the blocks of each text for SDPA. Prints lines, median tokens per second, and the
+share of the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from compiled_attn.step import TableBatch  # noqa: E402
 def attend_gathered(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: TableBatch
 ):
-    """The same in plain torch, which no graph can hold: its shapes depend on lengths."""
+    """Attention in plain torch, which cannot be captured: its shapes depend on lengths."""
     for cache, new in ((keys, k), (values, v)):
         cache.flatten(0, 1)[step.slot_mapping] = new
     out, starts = torch.zeros_like(q), step.query_start_loc.tolist()
@@ -51,7 +51,7 @@ def attend_gathered(
 
 
 def measure(model: Any, backend: str, new: int, rounds: int) -> None:
-    """Rounds of equal prompts through each engine, the order turning from round to round."""
+    """Serves rounds of equal prompts with each engine, in rotating order."""
     engines = {
         f"op, captured by {backend}": NanoEngine(model, backend=backend),
         "op, not captured": NanoEngine(model, backend="eager"),
@@ -75,7 +75,7 @@ def measure(model: Any, backend: str, new: int, rounds: int) -> None:
 
 
 def lines() -> int:
-    """Lines of the example that are not blank."""
+    """Counts the lines of the example that are not blank."""
     return sum(bool(line.strip()) for line in EXAMPLE.read_text().splitlines())
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.engine.logit_rules import LogitRules
-from compiled_attn.engine.sampler import Draw, drawn_rows
+from compiled_attn.engine.sampler import SampleRequest, sample_requests
 from graphs.report.surroundings import machine
 
 TEXT = 1000
@@ -149,10 +149,10 @@ def main() -> None:
         for name, params in CASES.items():
             many = [replace(params, seed=seed) for seed in range(count)]
             draws = [
-                Draw(row, each, TEXT // 2, LogitRules(each, TEXT // 2, ()), texts[row])
+                SampleRequest(row, each, TEXT // 2, LogitRules(each, TEXT // 2, ()), texts[row])
                 for row, each in enumerate(many)
             ]
-            at_once = partial(drawn_rows, logits, draws)
+            at_once = partial(sample_requests, logits, draws)
             at_once()  # counts the tokens of the texts, as they are known in an engine
             one_by_one = partial(by_sorting, logits, range(count), params, texts)
             pairs = []

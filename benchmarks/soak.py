@@ -1,4 +1,4 @@
-"""One million random events on blocks, with a real cache whose content is checked all the time.
+"""One million random events on blocks, with a real cache whose content is checked throughout.
 
     python benchmarks/soak.py [--events 1000000] [--seed 0] [--blocks 600] [--block-size 4]
 
@@ -39,7 +39,7 @@ LONGEST = 4096
 
 
 class Violation(Exception):
-    """Something that must always hold does not."""
+    """An invariant is violated."""
 
 
 def demand(holds: object, message: str) -> None:
@@ -83,8 +83,8 @@ class Soak:
         self.common = self.rng.integers(0, 1 << 30, (6, 40 * size))
 
     def run(self, events: int, check_every: int = 1000) -> None:
-        drawn = self.rng.choice(list(SHARES), events, p=list(SHARES.values()))
-        for number, event in enumerate(drawn.tolist(), 1):
+        chosen = self.rng.choice(list(SHARES), events, p=list(SHARES.values()))
+        for number, event in enumerate(chosen.tolist(), 1):
             getattr(self, event)()
             self.counts[event] += 1
             if self.defragmenter.is_due:
@@ -92,8 +92,6 @@ class Soak:
                 self.counts["due"] += 1
             if number % check_every == 0 or number == events:
                 self.check()
-
-    # The events
 
     def allocate(self) -> None:
         if len(self.streams) >= MAX_REQUESTS:
@@ -108,7 +106,7 @@ class Soak:
             name = self.pick()
             more = int(self.rng.integers(1, 3)) if self.rng.random() < 0.95 else 3 * self.size
             if self.streams[name].length + more > LONGEST:
-                self.give_up(name, self.pool.free)
+                self.drop(name, self.pool.free)
             else:
                 self.grow(name, self.streams[name].length + more)
 
@@ -122,14 +120,14 @@ class Soak:
 
     def free(self) -> None:
         if self.streams:
-            self.give_up(self.pick(), self.pool.free)
+            self.drop(self.pick(), self.pool.free)
 
     def preempt(self) -> None:
-        """Gives a request up and lets it come back at once, as an engine does later."""
+        """Preempts a request and adds it again."""
         if self.streams:
             name = self.pick()
             tokens = self.streams[name].tokens
-            self.give_up(name, self.pool.preempt)
+            self.drop(name, self.pool.preempt)
             self.add(tokens)
 
     def defragment(self) -> None:
@@ -137,8 +135,6 @@ class Soak:
         report = self.defragmenter.defragment()
         demand(report.range_after <= before, "a defragmentation enlarged the range")
         demand(report.range_after == self.pool.highest_used, "a report says another range")
-
-    # What they are made of
 
     def add(self, tokens: NDArray[np.int64]) -> None:
         name = self.new_id()
@@ -149,7 +145,7 @@ class Soak:
         self.grow(name, len(tokens))
 
     def grow(self, name: int, length: int) -> None:
-        """Reserves, copies what was shared, writes and commits; makes room first where needed."""
+        """Reserves, copies shared blocks, writes and commits; preempts others if needed."""
         while not self.pool.can_reserve(name, length):
             try:
                 self.pool.reserve(name, length)
@@ -159,9 +155,9 @@ class Soak:
                 raise Violation("a reservation that cannot succeed did")
             others = [other for other in self.streams if other != name]
             if not others:
-                self.give_up(name, self.pool.preempt)
+                self.drop(name, self.pool.preempt)
                 return
-            self.give_up(others[-1], self.pool.preempt)
+            self.drop(others[-1], self.pool.preempt)
         self.pool.reserve(name, length)
         self.copy()
         self.write(name, length)
@@ -184,7 +180,7 @@ class Soak:
         self.slots[0][places], self.slots[1][places] = payload, ~payload
         self.pool.commit(name, stream.tokens, stream.length)
 
-    def give_up(self, name: int, how: object) -> None:
+    def drop(self, name: int, how: object) -> None:
         self.read_back(name)
         how(name)  # type: ignore[operator]
         del self.streams[name]
@@ -197,10 +193,8 @@ class Soak:
         self.next_id += 1
         return self.next_id
 
-    # What must hold
-
     def payload(self, stream: Stream) -> NDArray[np.int64]:
-        """What each position says: a hash of all tokens up to it."""
+        """The payload of each position: a hash of all tokens up to it."""
         return np.cumsum((stream.tokens[: stream.length] + 1) * self.factors[: stream.length])
 
     def places_of(self, name: int, length: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""A million short requests through one engine: memory and the cost of a step stay what they were.
+"""A million short requests through one engine: memory and step time must not grow.
 
     python benchmarks/soak_engine.py [--requests 1000000] [--seed 0]
 
@@ -47,7 +47,7 @@ def resident_mib() -> float:
 
 
 def serve(made: Engine, count: int, rng: np.random.Generator) -> list[float]:
-    """Serves so many requests; the seconds of each step."""
+    """Serves requests; returns the seconds of each step."""
     lengths, new = rng.integers(1, 13, count), rng.integers(1, 4, count)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
     for prompt in prompts[::2]:

@@ -1,6 +1,6 @@
 """Attention over a paged KV cache, for graphs that are captured once and never compile again.
 
-A name is imported when it is first asked for (PEP 562), so that a command's help needs no torch.
+Names are imported lazily (PEP 562), so that a command's help needs no torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_attn.shadow import refuse_foreign_graphs
 
-# pytest imports this package for its plugin (entry point), in projects that have nothing to do with
-# it and may have another `graphs`. That one import passes; after it the plugin forgets the package
-# again (compiled_attn.pytest_plugin), and whoever then imports it gets the error.
+# pytest imports this package for its plugin (entry point), also in unrelated projects with another
+# `graphs`. That import passes; then the plugin removes the package from sys.modules again, and a
+# later import raises the error.
 if "_pytest.config" not in sys.modules or "compiled_attn.pytest_plugin" in sys.modules:
     refuse_foreign_graphs()
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     )
     from compiled_attn.text.llm import LLM
 else:
-    _PLACES = {
+    _NAMES = {
         "attention.merge": "lse merge merge_online",
         "attention.metadata": "UnifiedMetadata",
         "attention.module": "UnifiedAttention",
@@ -73,17 +73,17 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        # Other names are no reason to import `graphs`: pytest asks modules for many.
-        if not any(name in names.split() for names in _PLACES.values()):
+        # Do not import `graphs` for unknown names, of which pytest looks up many.
+        if not any(name in names.split() for names in _NAMES.values()):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         refuse_foreign_graphs()
         from graphs.lazy import lazy_names
 
-        import_name, _ = lazy_names(__name__, _PLACES)
+        import_name, _ = lazy_names(__name__, _NAMES)
         return import_name(name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *" ".join(_PLACES.values()).split()})
+        return sorted({*globals(), *" ".join(_NAMES.values()).split()})
 
 
 __all__ = [

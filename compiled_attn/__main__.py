@@ -1,4 +1,4 @@
-"""``python -m compiled_attn``: the command, also as torchrun starts it."""
+"""``python -m compiled_attn``: the command, also for torchrun."""
 
 from compiled_attn.cli import main
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that all interfaces share: expected, got, remedy."""
+"""Argument checks that all interfaces share: expected, got, remedy."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ INTS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Expect:
-    """The checks of one interface, which raise its error; no tensor or no number is a TypeError.
+    """The checks of one interface, which raise its error; TypeError for wrong Python types.
 
     Attributes:
-        error: what does not fit.
-        dtype_error: a tensor of another dtype.
+        error: raised for a value or shape that does not fit.
+        dtype_error: raised for a wrong dtype.
         prefix: start of every message.
-        remedy: what helps against a shape that does not fit.
+        remedy: for a shape that does not fit.
     """
 
     error: type[Exception]
@@ -44,7 +44,7 @@ class Expect:
     remedy: str = "match the other arguments"
 
     def __call__(self, holds: bool, expected: str, got: object, remedy: str) -> None:
-        """Raises unless something holds."""
+        """Raises unless ``holds``."""
         if not holds:
             self._fail(expected, got, remedy)
 
@@ -57,7 +57,9 @@ class Expect:
         dtypes: Sequence[torch.dtype] | None = None,
         like: Tensor | None = None,
     ) -> None:
-        """Raises unless it is a tensor of a shape (None: any size), a dtype, another's device."""
+        """Raises unless it is a tensor of a shape (None: any size), a dtype, and on the device of
+        ``like``.
+        """
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"{self.prefix}{name}: expected a tensor {legend}, got {type(value).__name__}: "
@@ -82,7 +84,7 @@ class Expect:
             raise TypeError(f"{self.prefix}{name}: expected a number, got {got}: {remedy}")
 
     def unit_stride(self, **tensors: Tensor) -> None:
-        """Raises unless the elements of each last axis lie side by side."""
+        """Raises unless the last axis of each is dense."""
         for name, tensor in tensors.items():
             if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
                 self._fail(f"{name} of stride(-1) == 1", tensor.stride(), "call .contiguous()")
@@ -94,20 +96,20 @@ class Expect:
                 self._fail(f"contiguous {name}", tensor.stride(), "call .contiguous()")
 
     def not_expanded(self, *written: Tensor, what: str = "caches") -> None:
-        """Raises unless what is written has memory for each of its elements."""
+        """Raises if a written tensor has expanded axes."""
         for tensor in written:
             steps = zip(tensor.stride(), tensor.shape, strict=True)
             own = all(step or size == 1 for step, size in steps)
-            self(own, f"{what} without expanded axes", tensor.stride(), "clone what is written")
+            self(own, f"{what} without expanded axes", tensor.stride(), "clone it")
 
     def apart(self, written: Mapping[str, object], read: Mapping[str, object]) -> None:
-        """Raises where something read shares memory with something written: `overlap`."""
+        """Raises if a read tensor shares memory with a written one, see `overlap`."""
         found = overlap(written, read)
         if found is not None:
             self._fail(f"{found[0]} apart from {found[1]}", "shared memory", "call .clone()")
 
     def heads(self, heads: int, kv_heads: int, count: str = "Hk") -> None:
-        """Raises unless each KV head serves as many query heads."""
+        """Raises unless the query heads divide evenly among KV heads."""
         fits = kv_heads > 0 and heads > 0 and heads % kv_heads == 0
         if not fits:
             self._fail(f"H divisible by {count}", (heads, kv_heads), "share KV heads evenly")
@@ -127,7 +129,7 @@ def is_number(value: object) -> bool:
 
 
 def slot_used_twice(slots: Tensor) -> int | None:
-    """A slot that occurs more than once, or None."""
+    """Returns a slot that occurs more than once, or None."""
     ordered = slots.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     return int(twice[0]) if twice.numel() else None
@@ -145,13 +147,11 @@ def whole(name: str, value: int, minimum: int) -> int:
 
 
 def overlap(written: Mapping[str, object], read: Mapping[str, object]) -> tuple[str, str] | None:
-    """The names of something read and something written that share memory, or None.
+    """Returns the names of a read and a written tensor that share memory, or None.
 
-    A tensor is taken for all bytes from its first element to its last: one that lies in the gaps of
-    another shares memory with it, one elsewhere in the same storage does not. What is written may
-    share memory with each other (interleaved keys and values). While compiling or capturing, and of
-    tensors without memory, nothing is compared. All are on one device; what is not a tensor is left
-    out.
+    A tensor counts as all bytes from its first element to its last. Written tensors may share
+    memory with each other (interleaved keys and values). Nothing is compared while compiling or
+    capturing, or for tensors without memory; other values than tensors are ignored.
     """
     tensors = [(name, each) for name, each in written.items() if isinstance(each, Tensor)]
     if not tensors or not can_read(tensors[0][1]):
@@ -159,7 +159,7 @@ def overlap(written: Mapping[str, object], read: Mapping[str, object]) -> tuple[
     spans = [(*_span(each), name) for name, each in tensors]
     lowest, highest = min(spans)[0], max(end for _, end, _ in spans)
     for name, each in read.items():
-        # Most tensors lie elsewhere, which one address tells.
+        # Most tensors are elsewhere: one address suffices.
         if isinstance(each, Tensor) and each.data_ptr() < highest:
             first, end = _span(each)
             if end > lowest:
@@ -170,9 +170,7 @@ def overlap(written: Mapping[str, object], read: Mapping[str, object]) -> tuple[
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether numbers may be read now: not while compiling or capturing, nor from a tensor that has
-    none (meta, fake).
-    """
+    """Whether values may be read: not while compiling or capturing, nor of meta or fake tensors."""
     if torch.compiler.is_compiling() or is_fake(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,4 +1,4 @@
-"""The entry point of ``torch.compile(backend="compiled_attn_ort")``: it imports the rest late."""
+"""The entry point of ``torch.compile(backend="compiled_attn_ort")``, with late imports."""
 
 from __future__ import annotations
 

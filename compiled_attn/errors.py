@@ -1,4 +1,4 @@
-"""Errors that a user of this package can meet; each says expected, got, remedy."""
+"""Errors of this package; messages say expected, got, remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class ConfigError(ValueError):
-    """A setting or a request that cannot work: the message says expected, got, remedy."""
+    """A setting or request cannot work."""
 
 
 class DemandFileError(ValueError):
@@ -45,60 +45,58 @@ class DuplicateRequest(ValueError):
 
     def __str__(self) -> str:
         return (
-            f"expected a new request id, got {self.request_id!r}, which holds blocks: free it first"
+            f"expected a new request id, got {self.request_id!r}, which owns blocks: free it first"
         )
 
 
 class EngineStopped(RuntimeError):
-    """An engine in a thread of its own does not serve any more; its cause is why it failed."""
+    """An `AsyncEngine` does not serve any more; the cause is the error that ended it."""
 
 
 class EngineUnsupported(RuntimeError):
-    """Another project's engine, or something that it asks for, that an integration cannot serve."""
+    """An integration does not support another project's engine, or something it asks for."""
 
 
 class FlashArgumentError(RuntimeError, ValueError):
-    """A call of `flash_attn_with_kvcache` that cannot be served; the cache is as it was.
+    """Arguments of `flash_attn_with_kvcache` are not supported; the cache is unchanged.
 
-    A `RuntimeError` because FlashAttention 2 raises that, and a `ValueError` because that is what
-    it is.
+    Also a `RuntimeError`, which FlashAttention 2 raises.
     """
 
 
 class KernelArgumentError(RuntimeError, ValueError):
-    """Arguments of an op that do not fit together, or that its kernel cannot serve; nothing was
-    read or written.
+    """Arguments of an op do not fit together, or its kernel does not support them; nothing was
+    written.
 
-    In a compiled or captured graph C++ can only raise ``RuntimeError``: catch that where either
-    may serve.
+    In a compiled or captured graph C++ can only raise ``RuntimeError``.
     """
 
 
 class ModelChanged(RuntimeError):
-    """A served model is not as it was at warmup: the message says what changed, and the remedy."""
+    """A served model has changed since the warmup."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be loaded; the message names the directory, the reason and the remedy."""
+    """A model cannot be loaded."""
 
 
 class ModelRefused(ValueError):
-    """A model that would not run on the paged cache, or compute something else there."""
+    """A model does not run on the paged cache, or computes something else there."""
 
 
 class NativeUnavailable(RuntimeError):
-    """The native kernel cannot be built or loaded here; the message says why, and what helps."""
+    """The native kernel cannot be built or loaded."""
 
 
 class OutOfBlocks(RuntimeError):
-    """A request asked for more blocks than are free or evictable; nothing was allocated.
+    """A request needs more blocks than are free or evictable; nothing was allocated.
 
     Attributes:
-        request_id: the request that asked.
-        length: the positions it wanted to hold.
-        needed: the blocks that were missing.
+        request_id: the request.
+        length: the positions it needs.
+        needed: the blocks that it lacks.
         free: free blocks without content.
-        cached: blocks that no request holds, whose content is kept until they are evicted.
+        cached: free blocks with cached content, which can be evicted.
         total: blocks of the pool, without the null block.
     """
 
@@ -122,39 +120,38 @@ class OutOfBlocks(RuntimeError):
 
 
 class PagedArgumentError(RuntimeError, ValueError):
-    """Arguments of paged attention that cannot be served; outputs and caches are as they were.
+    """Arguments of paged attention are not supported; outputs and caches are unchanged.
 
-    A `RuntimeError` because the known kernels raise that, and a `ValueError` because that is what
-    it is.
+    Also a `RuntimeError`, which other kernels raise.
     """
 
 
 class QueueFull(RuntimeError):
-    """Too many requests wait; the one that was submitted is not among them."""
+    """Too many requests wait; the submitted one was not queued."""
 
 
 class RankLost(RuntimeError):
-    """A rank that computes the model too does not answer any more."""
+    """Another rank does not answer any more."""
 
 
 class RanksDisagree(RuntimeError):
-    """A rank computed another step than rank 0."""
+    """A rank is about to compute another step than rank 0."""
 
 
 class RequestCancelled(RuntimeError):
-    """A request was cancelled before its end."""
+    """A request was cancelled before it finished."""
 
 
 class RequestFailed(RuntimeError):
-    """A request ended with an error, such as one whose logits are not finite."""
+    """A request finished with an error, such as logits that are not finite."""
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read; the message names file, line and reason."""
+    """A trace cannot be read; the message names file, line and reason."""
 
 
 class UnknownRequest(KeyError):
-    """No request of this id holds blocks: it was never added, or was freed or preempted before."""
+    """No request of this id owns blocks: it was never added, or was freed or preempted."""
 
     def __init__(self, request_id: Hashable) -> None:
         super().__init__(request_id)

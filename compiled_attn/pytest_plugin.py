@@ -1,8 +1,8 @@
-"""pytest plugin: tests that say how often something may compile, and that it has no graph break.
+"""pytest plugin: limits how often a test may compile, and asserts full graphs.
 
-Loaded by itself where the project is installed (entry point `pytest11`, under this module's name),
-else by `-p compiled_attn.pytest_plugin`. It is then loaded in every project of that environment,
-so it imports `graphs` and torch only for a test that asks for them.
+Loaded automatically where the project is installed (entry point `pytest11`), else with `-p
+compiled_attn.pytest_plugin`. As it is then loaded for every project of that environment, it imports
+`graphs` and torch only for tests that use it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CompileCounter", "assert_fullgraph", "compile_counter"]
 
 _BLIND = (
-    "torch._dynamo.reset() was called meanwhile, and what compiled after it was not seen: call it "
-    "before"
+    "torch._dynamo.reset() was called meanwhile, and later compiles were not seen: call it before"
 )
 
 
@@ -39,14 +38,14 @@ class CompileCounter:
     """
 
     def expect(self, *, graphs: int, graph_breaks: int | None = None) -> _Expectation:
-        """Expect exactly so many new graphs, in all threads, and graph breaks if a number is given.
+        """Expects exactly so many new graphs, in all threads, and graph breaks if given.
 
-        The `with` statement yields the :class:`~graphs.CompileWatch`, whose `events` say what
-        compiled and why.
+        The `with` statement yields the :class:`~graphs.CompileWatch`, whose `events` describe each
+        compile.
 
         Raises:
             AssertionError: at the end, if there were more or fewer, with a line for each compile;
-                or if `torch._dynamo.reset()` was called meanwhile, after which nothing is seen.
+                or if `torch._dynamo.reset()` was called meanwhile.
         """
         return _Expectation(graphs, graph_breaks)
 
@@ -86,9 +85,9 @@ def compile_counter() -> CompileCounter:
 
 @pytest.fixture
 def assert_fullgraph() -> Callable[..., BreakReport]:
-    """`assert_fullgraph(callable, *inputs)`: it traces as one graph; each break with its line.
+    """`assert_fullgraph(callable, *inputs)`: asserts that it traces as one graph.
 
-    The callable really runs on the inputs, once, under the current grad mode. Returns the
+    Runs the callable once on the inputs, under the current grad mode. Returns the
     :class:`~graphs.BreakReport`.
     """
 
@@ -107,27 +106,27 @@ def assert_fullgraph() -> Callable[..., BreakReport]:
 
 
 class ForeignGraphsWarning(pytest.PytestWarning):
-    """Another package or module `graphs` shadows ours, so this plugin's tests cannot run."""
+    """Another package `graphs` shadows ours, so the plugin is disabled."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Leave no trace before code of the project is imported, which may have its own `graphs`."""
+    """Forget the package before the project is imported, which may have its own `graphs`."""
     _forget_package()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, and warn of another `graphs`."""
+    """Register the marker, and warn of another `graphs`."""
     config.addinivalue_line(
         "markers", "max_graphs(n): the test fails if its body compiles more than n graphs"
     )
-    _forget_package()  # where a conftest.py names the plugin, pytest calls this hook alone
+    _forget_package()  # if a conftest.py names the plugin, pytest calls only this hook
     if (path := foreign_graphs()) is not None:
         _warn(config, path)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Keep torch's trace out of the captured log; pytest's handlers are there only now."""
+    """Keep torch's trace out of the captured log; pytest's handlers exist only now."""
     if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE") or foreign_graphs():
         return
     for handler in _capturing(session.config):
@@ -135,42 +134,42 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Undo what the plugin did to pytest's handlers."""
+    """Remove the filters of pytest's handlers."""
     for handler in _capturing(config):
         handler.removeFilter(_is_no_trace)
 
 
 def _forget_package() -> None:
-    # See compiled_attn/__init__.py: a later import of it must raise.
+    # See compiled_attn/__init__.py: a later import must raise.
     if foreign_graphs() is not None:
         sys.modules.pop("compiled_attn", None)
 
 
 def _warn(config: pytest.Config, path: str) -> None:
-    if hasattr(config, "workerinput"):  # pytest-xdist: the process that started this one has warned
+    if hasattr(config, "workerinput"):  # pytest-xdist: the parent process has warned
         return
-    text = f"the pytest plugin of compiled_attn is off: {shadowed(path)}"
+    text = f"the pytest plugin of compiled_attn is disabled: {shadowed(path)}"
     try:
         config.issue_config_time_warning(ForeignGraphsWarning(text), stacklevel=2)
-    except ForeignGraphsWarning:  # the project makes warnings errors; this one is not its own
+    except ForeignGraphsWarning:  # the project turns warnings into errors
         print(f"warning: {text}", file=sys.stderr)
 
 
 def _capturing(config: pytest.Config) -> list[logging.Handler]:
-    """Handlers of pytest, which it adds to loggers that do not propagate too."""
+    """Handlers of pytest, which also adds them to loggers that do not propagate."""
     plugin = config.pluginmanager.get_plugin("logging-plugin")
     found = vars(plugin).values() if plugin is not None else ()
     return [each for each in found if isinstance(each, logging.Handler)]
 
 
 def _is_no_trace(record: logging.LogRecord) -> bool:
-    # One empty line for each artifact that torch would write for `tlparse`, many for each compile.
+    # torch logs an empty line for each artifact of `tlparse`, many for each compile.
     return record.name != "torch.__trace"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Count what a test with the marker `max_graphs` compiles, its fixtures not counted."""
+    """Count what a test with the marker `max_graphs` compiles, without its fixtures."""
     marker = item.get_closest_marker("max_graphs")
     if marker is None:
         return (yield)

@@ -1,7 +1,7 @@
-"""A check that `import graphs` finds the package of this distribution, not another one.
+"""Checks that `import graphs` finds the package of this distribution.
 
-The name is common: a folder or a file of the user's project, or PyPI's package `graphs`. Nothing
-here imports `graphs`, so that whoever has another one can still import theirs.
+The name is common: a folder of the user's project, or PyPI's package `graphs`. This module does not
+import `graphs`, so that users can still import another one.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from pathlib import Path
 
 __all__ = ["foreign_graphs", "refuse_foreign_graphs"]
 
-# A line of our graphs/__init__.py. The place of the file would not do: pip puts PyPI's `graphs` and
-# ours into one folder, and the later one's __init__.py stays.
+# A line of our graphs/__init__.py. The path does not suffice: pip installs PyPI's `graphs` and ours
+# into the same folder, and the later __init__.py wins.
 _OURS = "from graphs.lazy import lazy_names"
 
 
 def foreign_graphs() -> str | None:
-    """The path of another `graphs` that is or would be imported in place of ours, or None."""
+    """Returns the path of another `graphs` that would be imported instead of ours, or None."""
     loaded = sys.modules.get("graphs")
     if loaded is None:
         spec = find_spec("graphs")
-        if spec is None:  # nothing shadows it: an import will say that it is missing
+        if spec is None:  # an import will report that it is missing
             return None
     else:
         spec = getattr(loaded, "__spec__", None)
-    return None if spec is not None and _is_ours(spec) else _place(spec)
+    return None if spec is not None and _is_ours(spec) else _path(spec)
 
 
 def refuse_foreign_graphs() -> None:
-    """Check before an import of `graphs`.
+    """Checks before an import of `graphs`.
 
     Raises:
         ImportError: another package or module of that name comes first.
@@ -41,7 +41,7 @@ def refuse_foreign_graphs() -> None:
 
 
 def shadowed(path: str) -> str:
-    """What is wrong with a foreign `graphs` at `path`, and what to do."""
+    """Describes a foreign `graphs` at ``path``, and the remedy."""
     return (
         f"compiled_attn needs its own package 'graphs', but 'graphs' is {path}: rename that one, "
         "start Python where it is not on sys.path, or, if it is PyPI's package 'graphs', "
@@ -60,10 +60,10 @@ def _is_ours(spec: ModuleSpec) -> bool:
             )
     except (ImportError, OSError, SyntaxError, UnicodeDecodeError):
         return False
-    return source is None or _OURS in source  # None: compiled files alone, as in a frozen program
+    return source is None or _OURS in source  # None: only compiled files, as in a frozen program
 
 
-def _place(spec: ModuleSpec | None) -> str:
+def _path(spec: ModuleSpec | None) -> str:
     if spec is None:
         return "a module without a file"
     folders = list(spec.submodule_search_locations or ())

@@ -1,4 +1,4 @@
-"""Waiting of OpenMP's threads for each other, which is chosen before torch is loaded."""
+"""Chooses how OpenMP threads wait for each other, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def choose_waiting(threads: int | None) -> str:
-    """Lets threads of OpenMP sleep while they wait where others need the processors.
+    """Makes OpenMP threads sleep while they wait, if other processes need the processors.
 
-    Threads that spin keep a processor from the process that has the work they wait for, and spend
-    the quota of a container. OpenMP reads the choice, the variable ``OMP_WAIT_POLICY``, once: when
-    torch is loaded. So it does ``OMP_NUM_THREADS``, which is set where a quota gives less than the
-    processors that it would count, to as many as it gives, rounded up. What the user has set stays.
+    Threads that spin take a processor from the thread they wait for, and spend the quota of a
+    container. OpenMP reads ``OMP_WAIT_POLICY`` once, when torch is loaded; likewise
+    ``OMP_NUM_THREADS``, which is set to the quota, rounded up, if that is less than the processors.
+    Variables that the user has set stay.
 
     Args:
-        threads: that will compute; None: as many as there are processors, or ``OMP_NUM_THREADS``.
+        threads: that will compute; None: as many as processors, or ``OMP_NUM_THREADS``.
 
     Returns:
-        the choice and its reason, as the report tells them: ``passive: others keep 1.0 of 2
-        processors busy``; and a quota, ``; a quota gives 1.5 of 2 processors``.
+        the choice and its reason for the report: ``passive: others keep 1.0 of 2 processors busy``;
+        with a quota, ``; a quota gives 1.5 of 2 processors``.
     """
     quota, processors = cpu_quota(), len(_usable())
     if quota is None or quota >= processors:
@@ -43,9 +43,9 @@ def choose_waiting(threads: int | None) -> str:
 
 
 def why_slow(threads: int) -> str:
-    """What makes threads slow that wait for each other by spinning, and the remedy, or nothing.
+    """Describes why spinning threads are slow here, with the remedy; "" if they are not.
 
-    For a process that has loaded torch, where `choose_waiting` comes too late.
+    For a process that has already loaded torch, where `choose_waiting` is too late.
     """
     if threads == 1 or any(name in os.environ for name in _CHOSEN_BY_USER):
         return ""
@@ -60,7 +60,7 @@ def why_slow(threads: int) -> str:
 
 
 def _chosen(threads: int | None, given: float) -> str:
-    """The choice where this process is given the time of so many processors."""
+    """Chooses for a process that may use the time of ``given`` processors."""
     for name in _CHOSEN_BY_USER:
         if name in os.environ:
             return f"as set: {name}={os.environ[name]}"
@@ -74,7 +74,7 @@ def _measured(threads: int, given: float) -> str:
         return "none: one thread"
     processors, busy = len(_usable()), busy_processors()
     if busy is None:
-        return "active: this system does not tell how busy it is"
+        return "active: this system does not report how busy it is"
     is_crowded = _is_crowded(threads, min(given, processors - busy))
     if is_crowded:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -87,9 +87,9 @@ def _is_crowded(threads: int, free: float) -> bool:
 
 
 def busy_processors(seconds: float = _WINDOW_SECONDS) -> float | None:
-    """Processors of this process that others keep busy, looked at for so long while it sleeps.
+    """Measures for some seconds how many of this process's processors others keep busy.
 
-    None where the system does not tell.
+    None: the system does not report it.
     """
     before = _ticks()
     time.sleep(seconds)
@@ -109,7 +109,7 @@ def _ticks() -> list[tuple[int, int]]:
     names, found = {f"cpu{number}" for number in _usable()}, []
     for name, *fields in lines:
         if name in names:
-            # user nice system idle iowait irq softirq steal; guests are in user and nice already
+            # user nice system idle iowait irq softirq steal; guests are counted in user and nice
             user, nice, system, idle, waits, *rest = map(int, fields[:8])
             found.append((user + nice + system + sum(rest), idle + waits))
     return found

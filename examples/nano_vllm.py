@@ -29,7 +29,7 @@ from compiled_attn import BatchBuilder, PagedKVCache, Request, apply_rotary
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.models import default_model, load_model
 from compiled_attn.ops import load
-from compiled_attn.step import StepLimits, TableBatch, Tables
+from compiled_attn.step import StepLimits, TableBatch
 from graphs import WarmupManager, no_compile
 
 BLOCK = 32  # tokens per cache block
@@ -187,7 +187,7 @@ class ModelRunner:
         width = -(-context // BLOCK)  # blocks of the longest sequence
         load()  # the op: compiled C++, or its Python reference where there is no compiler
         self.module = Decoder(model, PagedKVCache(*shape, dtype=model.dtype), attend)
-        self.layout, self.builder = Tables(blocks, BLOCK, width), BatchBuilder(blocks, BLOCK)
+        self.layout, self.builder = TableLayout(blocks, BLOCK, width), BatchBuilder(blocks, BLOCK)
         buckets = self.layout.ladder(StepLimits(STEP, RUNNING, width, blocks - 1), GRAPHS)
         symbolic = self.layout.symbolic if backend == "inductor" else ()  # buckets share a compile
         self.graphs = WarmupManager(

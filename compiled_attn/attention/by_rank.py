@@ -7,10 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.call import UnifiedCall
 from compiled_attn.attention.merge import lse as log_sum_exp
 from compiled_attn.attention.merge import merge
-from compiled_attn.attention.metadata import KeyRanks
+from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
 from compiled_attn.attention.parts import partial_attn_sinks
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import FMIN, PartialAttention
@@ -19,7 +18,9 @@ from compiled_attn.ops import PagedCall, attend_paged, unavailable
 __all__ = ["attend_ranks", "gathered"]
 
 
-def attend_ranks(call: UnifiedCall) -> tuple[Tensor, Tensor]:
+def attend_ranks(
+    call: PagedCall, key: Tensor, value: Tensor, metadata: UnifiedMetadata
+) -> tuple[Tensor, Tensor]:
     """Out ``[T, H, Dv]`` and lse ``[T, H]``, in float32 and the same on every rank.
 
     A rank attends to those keys of earlier steps that it has, none of which is hidden from a new
@@ -28,14 +29,15 @@ def attend_ranks(call: UnifiedCall) -> tuple[Tensor, Tensor]:
 
     Source: merging by log-sum-exp as in Flash-Decoding (2023) and ring attention (2023).
     """
-    ranks = call.metadata.ranks
+    ranks = metadata.ranks
     assert ranks is not None
     unavailable()  # or native: the op is there from here on
-    key, value = (each.to(call.query.dtype) for each in call.write())
-    parts = [*gathered(*_earlier(call), ranks), _part(*_new(call, key, value))]
+    key, value = key.to(call.query.dtype), value.to(call.query.dtype)
+    earlier = attend_paged(call._replace(scoring=_without_sinks(call.scoring), causal=False))
+    parts = [*gathered(*earlier, ranks), _part(*_new(call, key, value))]
     if (sink := partial_attn_sinks(call.scoring.sinks, parts[0])) is not None:
         parts.append(sink)
-    return merge(*parts, feps=call.metadata.feps), log_sum_exp(*parts).float()
+    return merge(*parts, feps=metadata.feps), log_sum_exp(*parts).float()
 
 
 def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention]:
@@ -53,15 +55,9 @@ def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention
     return [_part(each[..., :-1], each[..., -1]) for each in every.chunk(ranks.size)]
 
 
-def _earlier(call: UnifiedCall) -> tuple[Tensor, Tensor]:
-    """Every new token over the keys of this rank."""
-    return attend_paged(call.paged(_without_sinks(call.scoring), causal=False))
-
-
-def _new(call: UnifiedCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _new(call: PagedCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Every new token over those of its request up to itself: a cache of blocks of one token."""
-    starts = call.metadata.query_start_loc
-    assert starts is not None
+    starts = call.query_start_loc
     rows = torch.arange(key.shape[0], device=starts.device, dtype=starts.dtype)
     table, counts = starts[:-1].unsqueeze(-1) + rows, starts.diff()
     scoring = _without_sinks(call.scoring)

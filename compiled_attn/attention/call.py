@@ -1,4 +1,4 @@
-"""One call of unified attention: its arguments, and their checks before anything is written.
+"""Calls of unified attention: checks of the arguments, writes, and the call of the op.
 
 A compiled or captured graph must not read numbers: there `BatchBuilder` has checked them on the
 host.
@@ -7,7 +7,6 @@ host.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,80 +18,84 @@ from compiled_attn.cache.kv_cache import write_slots
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.ops import AttentionTraits, NewTokens, PagedCall, unit_strides
 
-__all__ = ["UnifiedCall", "check", "check_numbers"]
+__all__ = ["check", "check_numbers", "paged_call", "traits_of", "write_tokens"]
 
 
-class UnifiedCall(NamedTuple):
-    """Arguments of `unified_attention`, under the same names."""
+def write_tokens(
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slots: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    latent: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Writes keys and values to flat caches; returns them as a later step will read them, in the
+    cache's dtype or dequantised to float32.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    key_cache: Tensor
-    value_cache: Tensor | None
-    metadata: UnifiedMetadata
-    scoring: Scoring
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-    value_projection: Tensor | None = None
+    ``latent``: elements of a key that are its value if there are no values; None: all.
+    """
+    key = write_slots(key_cache, key, slots, key_scale)
+    if value is None or value_cache is None:  # part of the keys, written with them
+        return key, key[..., :latent]
+    return key, write_slots(value_cache, value, slots, value_scale)
 
-    @property
-    def latent(self) -> int | None:
-        """Elements of a key that are its value where there are no values; None: all."""
-        return None if self.value_projection is None else self.value_projection.shape[1]
 
-    @property
-    def values(self) -> tuple[Tensor, Tensor | None]:
-        """The cache of values and its scales: a part of the keys' where there are no values."""
-        if self.value_cache is not None:
-            return self.value_cache, self.value_scale
-        return self.key_cache[..., : self.latent], self.key_scale
+def paged_call(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    metadata: UnifiedMetadata,
+    scoring: Scoring,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    latent: int | None = None,
+    new: NewTokens | None = None,
+) -> PagedCall:
+    """The call of the op over flat caches, seen block by block; arguments as in `write_tokens`.
 
-    def write(self) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values; returns them as a later step will read them, of the cache's
-        dtype or dequantised to float32.
-        """
-        slots = self.metadata.slot_mapping
-        key = write_slots(self.key_cache, self.key, slots, self.key_scale)
-        if self.value is None or self.value_cache is None:  # part of the keys, written with them
-            return key, key[..., : self.latent]
-        return key, write_slots(self.value_cache, self.value, slots, self.value_scale)
+    The call of a step that has only parts has no requests.
+    """
+    if value_cache is None:
+        value_cache, value_scale = key_cache[..., :latent], key_scale
+    none = metadata.slot_mapping[:0]
+    requests = metadata.by_request or (none.unsqueeze(0), none, none)
 
-    def paged(
-        self, scoring: Scoring, *, causal: bool = True, new: NewTokens | None = None
-    ) -> PagedCall:
-        """The call of the op over the same caches, seen block by block."""
-        m = self.metadata
-        assert m.by_request is not None
-        caches = self.key_cache, *self.values, self.key_scale
-        keys, values, value_scale, key_scale = (
-            None if each is None else each.unflatten(0, (-1, m.block_size)) for each in caches
-        )
-        assert keys is not None and values is not None
-        return PagedCall(
-            self.query, keys, values, *m.by_request, scoring, causal, key_scale, value_scale, new
-        )
+    def blocks(slots: Tensor) -> Tensor:
+        return slots.unflatten(0, (-1, metadata.block_size))
 
-    def traits(self) -> AttentionTraits:
-        """What decides who can serve the call."""
-        query, keys = self.query, self.key_cache
-        values = keys if self.value_cache is None else self.value_cache
-        slopes = self.scoring.alibi_slopes
-        scales = self.key_scale, self.value_scale
-        learned = query, self.key, self.value, keys, values, *scales, slopes, self.scoring.sinks
-        return AttentionTraits(
-            query.device.type,
-            query.dtype,
-            (keys.dtype, values.dtype),
-            query.shape[-1],
-            softcap=self.scoring.softcap is not None,
-            alibi=0 if slopes is None else 1,
-            gradients=torch.is_grad_enabled()
-            and any(each is not None and each.requires_grad for each in learned),
-            by_request=self.metadata.by_request is not None,
-            by_parts=self.metadata.has_parts,
-            unit_stride=unit_strides(keys, values),
-        )
+    return PagedCall(
+        query,
+        blocks(key_cache),
+        blocks(value_cache),
+        *requests,
+        scoring,
+        key_scale=None if key_scale is None else blocks(key_scale),
+        value_scale=None if value_scale is None else blocks(value_scale),
+        new=new,
+    )
+
+
+def traits_of(call: PagedCall, key: Tensor, value: Tensor, m: UnifiedMetadata) -> AttentionTraits:
+    """What decides which kernel can serve a call with new keys and values."""
+    scoring, caches = call.scoring, (call.key_cache, call.value_cache)
+    slopes = scoring.alibi_slopes
+    scales = call.key_scale, call.value_scale
+    learned = call.query, key, value, *caches, *scales, slopes, scoring.sinks
+    return AttentionTraits(
+        call.query.device.type,
+        call.query.dtype,
+        (caches[0].dtype, caches[1].dtype),
+        call.query.shape[-1],
+        softcap=scoring.softcap is not None,
+        alibi=0 if slopes is None else 1,
+        gradients=torch.is_grad_enabled()
+        and any(each is not None and each.requires_grad for each in learned),
+        by_request=m.by_request is not None,
+        by_parts=m.has_parts,
+        unit_stride=unit_strides(*caches),
+    )
 
 
 _expect = Expect(
@@ -102,29 +105,44 @@ _expect = Expect(
 )
 
 
-def check(call: UnifiedCall) -> None:
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    metadata: UnifiedMetadata,
+    scoring: Scoring,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    value_projection: Tensor | None = None,
+) -> None:
     """Raises ValueError or TypeError unless the arguments of `unified_attention` fit together."""
-    query, key = call.query, call.key
     _expect.tensor("query", query, "[T, H, D]", (None, None, None), FLOATS)
     tokens, heads, dim = query.shape
     _expect.tensor("key", key, "[T, Hk, D]", (tokens, None, dim), (query.dtype,), query)
     _expect.heads(heads, key.shape[1])
-    _check_cache("key", call.key_cache, call.key_scale, key, call.metadata.block_size)
-    _check_values(call)
-    _check_scoring(call)
-    _check_projection(call)
-    _check_parts(call.metadata)
-    _check_shapes(call.metadata, tokens, heads, query)
-    _check_positions(call)
-    _check_requests(call.metadata, query)
-    _check_ranks(call)
+    _check_cache("key", key_cache, key_scale, key, metadata.block_size)
+    _check_values(query, key, value, key_cache, value_cache, value_scale, metadata.block_size)
+    _check_scoring(scoring, query)
+    _check_projection(value_projection, query, value)
+    _check_parts(metadata)
+    _check_shapes(metadata, tokens, heads, query)
+    _check_positions(metadata, scoring, tokens)
+    _check_requests(metadata, query)
+    _check_ranks(metadata, scoring)
     if can_read(query):
         # First, since numbers that are written over after they were checked can be anything.
-        names = "key_cache", "value_cache", "key_scale", "value_scale"
-        read = {"query": query, "key": key, "value": call.value, **vars(call.metadata)}
-        _expect.apart({name: getattr(call, name) for name in names}, read)
+        written = {
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+        }
+        read = {"query": query, "key": key, "value": value, **vars(metadata)}
+        _expect.apart(written, read)
         if query.device.type == "cpu":  # on another device each layer would wait for them
-            check_numbers(call.metadata, tokens, call.key_cache.shape[0])
+            check_numbers(metadata, tokens, key_cache.shape[0])
 
 
 def _check_cache(
@@ -146,8 +164,15 @@ def _check_cache(
         _expect.tensor(f"{name}_scale", scale, "[slots, Hk]", shape, (torch.float32,), new)
 
 
-def _check_values(call: UnifiedCall) -> None:
-    query, value, cache, scale = call.query, call.value, call.value_cache, call.value_scale
+def _check_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    cache: Tensor | None,
+    scale: Tensor | None,
+    block_size: int,
+) -> None:
     if (value is None) != (cache is None):
         wanted = "value and value_cache both (a cache with V) or neither (latents, without V)"
         got = f"value {_given(value)} and value_cache {_given(cache)}"
@@ -156,19 +181,18 @@ def _check_values(call: UnifiedCall) -> None:
         got, remedy = _given(scale), "latents have key_scale"
         _expect(scale is None, "value_scale only with value_cache", got, remedy)
         return
-    shape = (query.shape[0], call.key.shape[1], None)
+    shape = (query.shape[0], key.shape[1], None)
     _expect.tensor("value", value, "[T, Hk, Dv]", shape, (query.dtype,), query)
-    _check_cache("value", cache, scale, value, call.metadata.block_size)
-    both = cache.shape[0], call.key_cache.shape[0]
+    _check_cache("value", cache, scale, value, block_size)
+    both = cache.shape[0], key_cache.shape[0]
     remedy = "make both caches with the same number of blocks"
     _expect(both[0] == both[1], "as many value slots as key slots", both, remedy)
 
 
-def _check_scoring(call: UnifiedCall) -> None:
-    scoring = call.scoring
+def _check_scoring(scoring: Scoring, query: Tensor) -> None:
     for name, vector in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
         if vector is not None:
-            _expect.tensor(name, vector, "[H]", call.query.shape[1:2], like=call.query)
+            _expect.tensor(name, vector, "[H]", query.shape[1:2], like=query)
     _expect.number("scale", scoring.scale, "D ** -0.5 is the usual one")
     for name, number in (("softcap", scoring.softcap), ("sliding_window", scoring.window)):
         if number is not None:
@@ -179,19 +203,18 @@ def _check_scoring(call: UnifiedCall) -> None:
         check_window(scoring.window)
 
 
-def _check_projection(call: UnifiedCall) -> None:
-    projection = call.value_projection
+def _check_projection(projection: Tensor | None, query: Tensor, value: Tensor | None) -> None:
     if projection is None:
         return
     legend = "[H, R, Dv], R at most a value's size,"
     _expect.tensor("value_projection", projection, legend, (None, None, None))
     taken = projection.shape[1]
-    if call.value is not None:
-        taken = call.value.shape[-1]
-    elif taken > call.query.shape[2]:
-        taken = call.query.shape[2]
-    shape = (call.query.shape[1], taken, None)
-    _expect.tensor("value_projection", projection, legend, shape, like=call.query)
+    if value is not None:
+        taken = value.shape[-1]
+    elif taken > query.shape[2]:
+        taken = query.shape[2]
+    shape = (query.shape[1], taken, None)
+    _expect.tensor("value_projection", projection, legend, shape, like=query)
 
 
 def _check_parts(m: UnifiedMetadata) -> None:
@@ -261,9 +284,8 @@ def _check_requests(m: UnifiedMetadata, like: Tensor) -> None:
     _expect_ints("query_start_loc", starts, (requests + 1,), like)
 
 
-def _check_ranks(call: UnifiedCall) -> None:
+def _check_ranks(m: UnifiedMetadata, scoring: Scoring) -> None:
     """No rank knows which positions its keys have."""
-    m, scoring = call.metadata, call.scoring
     if m.ranks is None:
         return
     remedy = "keys on several ranks are found by block tables"
@@ -273,11 +295,10 @@ def _check_ranks(call: UnifiedCall) -> None:
     _expect(scoring.alibi_slopes is None, "ranks without ALiBi", "slopes", remedy)
 
 
-def _check_positions(call: UnifiedCall) -> None:
-    m, scoring = call.metadata, call.scoring
+def _check_positions(m: UnifiedMetadata, scoring: Scoring, tokens: int) -> None:
     if (scoring.window is None and scoring.alibi_slopes is None) or not m.has_parts:
         return
-    needed = [("positions", m.positions, call.query.shape[0])]
+    needed = [("positions", m.positions, tokens)]
     if m.shared_blocks is not None and m.shared_blocks.shape[0]:
         needed.append(("shared_starts", m.shared_starts, m.shared_blocks.shape[0]))
     if m.unique_block_mapping is not None and m.unique_block_mapping.shape[0]:

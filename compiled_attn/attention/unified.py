@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.by_parts import attend_parts
+from compiled_attn.attention.by_parts import attend_parts, fastest
 from compiled_attn.attention.by_rank import attend_ranks
-from compiled_attn.attention.call import UnifiedCall, check
+from compiled_attn.attention.call import check, paged_call, traits_of, write_tokens
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import Attend
@@ -102,33 +102,33 @@ def unified_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    call = UnifiedCall(
+    check(
         query, key, value, key_cache, value_cache, metadata, scoring, key_scale, value_scale,
         value_projection,
     )  # fmt: skip
-    check(call)
-    if metadata.ranks is not None:
-        out, log_sum = attend_ranks(call)
-    elif chooses_native(kernel, call.traits()):
-        out, log_sum = _attend_requests(call, fused_write)
+    latent = None if value_projection is None else value_projection.shape[1]
+    call = paged_call(
+        query, key_cache, value_cache, metadata, scoring, key_scale, value_scale, latent
+    )
+    traits = traits_of(call, key, key if value is None else value, metadata)
+    is_native = metadata.ranks is None and chooses_native(kernel, traits)
+    if is_native and fused_write and value is not None:
+        call = call._replace(new=NewTokens(key, value, metadata.slot_mapping))
     else:
-        out, log_sum = attend_parts(call, attend)
+        key, value = write_tokens(
+            key, value, key_cache, value_cache, metadata.slot_mapping, key_scale, value_scale,
+            latent,
+        )  # fmt: skip
+    if is_native:
+        out, log_sum = attend_paged(call)
+    else:
+        assert value is not None
+        if metadata.ranks is not None:
+            out, log_sum = attend_ranks(call, key, value, metadata)
+        else:
+            out, log_sum = attend_parts(call, key, value, metadata, attend or fastest(traits))
     if value_projection is not None:
         # Linear, so once after the merge instead of once a part.
         out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
     out = out.to(query.dtype)
     return (out, log_sum) if return_lse else out
-
-
-def _attend_requests(call: UnifiedCall, fused_write: bool) -> tuple[Tensor, Tensor]:
-    """Out ``[T, H, Dv]`` in the query's dtype and lse ``[T, H]`` of a call.
-
-    ``fused_write`` False: torch writes the cache, which a nested compile region can do, and the op
-    reads it.
-    """
-    new = None
-    if call.value is not None and call.value_cache is not None and fused_write:
-        new = NewTokens(call.key, call.value, call.metadata.slot_mapping)
-    else:
-        call.write()
-    return attend_paged(call.paged(call.scoring, new=new))

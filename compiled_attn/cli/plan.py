@@ -14,7 +14,7 @@ from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
 from compiled_attn.cli.options import PlanOptions, settings_of
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
-from compiled_attn.engine.sizing import FORMS, Sizing, StepSize, step_limits, work_of
+from compiled_attn.engine.sizing import LAYOUTS, Sizing, StepSize, step_limits, work_of
 from compiled_attn.planner import CostModel, Demand, PlanReport, read_demand
 from compiled_attn.planner import plan as choose
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
@@ -133,11 +133,11 @@ def _engine(
         kernel, note = chosen.name, chosen.notes["native"]
         note = f": {note}" if kernel == "native" else f"; native: {note}"
     print(f"for the {kernel} kernel{note}")
-    sizing = Sizing.of(model, config, FORMS[kernel])
-    step = StepSize.of(config, sizing.form.symbolic)
+    sizing = Sizing.of(model, config, LAYOUTS[kernel])
+    step = StepSize.of(config, sizing.layout.symbolic)
     limits = step_limits(config, step.tokens, sizing.context, sizing.num_blocks)
     engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
-    cost = CostModel(sizing.form.cost(work_of(model)))
+    cost = CostModel(sizing.layout.cost(work_of(model)))
     name = "table" if kernel == "native" else "engine"
     return sizing, engine, replace(step_kind(name, engine, sizing.context), cost=cost)
 
@@ -147,8 +147,8 @@ def _recorded(path: Path, kernel: str) -> Demand:
     recorder = _recorder(needs)
     if recorder is None:
         raise UserError(
-            f"{path}: expected needs over {', '.join(FORMS['portable'].axes)} (portable kernel) or "
-            f"{', '.join(FORMS['native'].axes)} (native), as `run --record-demand` "
+            f"{path}: expected needs over {', '.join(LAYOUTS['portable'].axes)} (portable kernel) "
+            f"or {', '.join(LAYOUTS['native'].axes)} (native), as `run --record-demand` "
             f"writes them, got {', '.join(needs.names)}: plan for other axes with "
             "`python -m compiled_attn.planner`"
         )
@@ -162,7 +162,9 @@ def _recorded(path: Path, kernel: str) -> Demand:
 
 def _recorder(needs: Demand) -> str | None:
     """The kernel whose steps have these axes."""
-    return next((name for name, form in FORMS.items() if {*form.axes} == {*needs.names}), None)
+    return next(
+        (name for name, layout in LAYOUTS.items() if {*layout.axes} == {*needs.names}), None
+    )
 
 
 def _simulated(

@@ -15,7 +15,7 @@ from compiled_attn.errors import ModelRefused
 from compiled_attn.hf.shapes import calls_by_layer
 from compiled_attn.ranks.executor import RankExecutor
 from compiled_attn.ranks.group import Ranks
-from compiled_attn.step import BlockShare, DividedTables
+from compiled_attn.step import BlockShare, DividedTableLayout
 
 __all__ = ["ContextExecutor"]
 
@@ -51,11 +51,11 @@ class ContextExecutor(RankExecutor):
         _refuse_windows(model)
         super().__init__(ranks, model, replace(config, defrag_waste=1))
 
-    def finite_blocks(self, places: NDArray[np.int64]) -> int:
+    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
         """See `Executor.finite_blocks`; the same on every rank."""
-        own = np.flatnonzero(self._share.has(places))
-        found = LocalExecutor.finite_blocks(self, self._share.places(places[own]).astype(np.int64))
-        return self.ranks.minimum(int(own[found]) if found < len(own) else len(places))
+        own = np.flatnonzero(self._share.has(blocks))
+        found = LocalExecutor.finite_blocks(self, self._share.local(blocks[own]).astype(np.int64))
+        return self.ranks.minimum(int(own[found]) if found < len(own) else len(blocks))
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         if self.kernel.name != "native":
@@ -63,11 +63,11 @@ class ContextExecutor(RankExecutor):
                 f"context parallel is for the native kernel, got {self.kernel.name} "
                 f"({self.kernel.notes['native']}): use kernel 'auto', or tensor parallelism"
             )
-        sizing = Sizing.of(model, self.config, self.kernel.form, self._share.count)
-        form = DividedTables(
+        sizing = Sizing.of(model, self.config, self.kernel.layout, self._share.count)
+        layout = DividedTableLayout(
             sizing.num_blocks, sizing.block_size, sizing.table_width, self._share, self._group
         )
-        return replace(sizing, form=form)
+        return replace(sizing, layout=layout)
 
 
 def _refuse_windows(model: PreTrainedModel) -> None:

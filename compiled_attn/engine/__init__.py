@@ -1,6 +1,6 @@
 """Continuous batching over captured graphs: scheduler, executor, sampler and their engine.
 
-A name is imported when it is first asked for, as in `compiled_attn`.
+Names are imported lazily, as in `compiled_attn`.
 """
 
 from __future__ import annotations

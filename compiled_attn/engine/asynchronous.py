@@ -24,15 +24,15 @@ from graphs.errors import quoted
 
 __all__ = ["AsyncEngine", "Compiling"]
 
-_MOST_WAITING, _KEPT = 16, 48
-_EXIT_SECONDS = 5.0  # for which an exit of the interpreter waits for the running step
+_MOST_WAITING, _MOST_CACHED = 16, 48
+_EXIT_SECONDS = 5.0  # the exit of the interpreter waits as long for the running step
 
 
 class Compiling:
-    """Compiles each grammar once, in threads that keep no interpreter from exiting.
+    """Compiles each grammar once, in daemon threads.
 
     Args:
-        grammars: what compiles them, and keeps what it compiled.
+        grammars: compiles them, and caches the results.
     """
 
     def __init__(self, grammars: Grammars) -> None:
@@ -41,7 +41,7 @@ class Compiling:
         self._begun: dict[Grammar, Future[None]] = {}
 
     def begin(self, grammar: Grammar) -> Future[None]:
-        """Done when the grammar is compiled; with the error that it is refused with.
+        """Starts to compile a grammar; the future is done when it is compiled or refused.
 
         Raises:
             QueueFull: too many others wait to be compiled.
@@ -56,13 +56,13 @@ class Compiling:
                 )
             future = self._begun[grammar] = Future[None]()
             done = [each for each, other in self._begun.items() if other.done()]
-            for each in done[: len(self._begun) - _KEPT]:
+            for each in done[: len(self._begun) - _MOST_CACHED]:
                 del self._begun[each]
         try:
             threading.Thread(
                 target=self._compile, args=(grammar, future), name="grammar", daemon=True
             ).start()
-        except BaseException:  # no thread is left, say: nobody must wait for it
+        except BaseException:  # such as no thread is left
             self._forget(grammar)
             raise
         return future
@@ -72,7 +72,7 @@ class Compiling:
             try:
                 self._grammars.compiled(grammar)
             except BaseException as error:
-                self._forget(grammar)  # it may be mended, as by an installation
+                self._forget(grammar)  # a later try may succeed, such as after an installation
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -85,13 +85,12 @@ class Compiling:
 class AsyncEngine:
     """Serves requests from any thread and coroutine, in a thread that owns an `Engine`.
 
-    An exception of one request is that request's. One of the engine itself (a step that fails)
-    ends the service: it reaches every request that is open, and whoever submits later. A process
-    that is forked from this one has no engine.
+    An error of one request ends that request. An error of the engine itself (a step that fails)
+    ends the service: every open request and later `submit` gets it. A forked process has no engine.
 
     Args:
-        engine: that nobody else uses until this has stopped. It is warmed up in its thread if it is
-            not yet; requests may come meanwhile.
+        engine: not used by anything else until this has stopped. It is warmed up in its thread if
+            it is not yet; requests may come meanwhile.
         max_waiting: requests that wait at most, beyond the `max_seqs` that run.
         progress: called in its thread with an event per bucket, see `Engine.warmup`.
 
@@ -121,9 +120,8 @@ class AsyncEngine:
             raise ConfigError(f"expected max_waiting >= 0, got {max_waiting}: choose a larger one")
         self.engine = engine
         self._owner = Owner(engine, max_waiting, progress)
-        grammars = engine._grammars
-        self._compiling = None if grammars is None else Compiling(grammars)
-        # One that is dropped, or left at exit, stops; its open handles keep it.
+        self._compiling = None if engine.grammars is None else Compiling(engine.grammars)
+        # Stops when it is dropped, or at exit; open handles keep it alive.
         weakref.finalize(self, self._owner.stop, drain=False, timeout=_EXIT_SECONDS)
 
     def submit(
@@ -133,7 +131,7 @@ class AsyncEngine:
         *,
         salt: Salt = None,
     ) -> RequestHandle:
-        """Queues a request, and returns the handle that its tokens and result are read from.
+        """Queues a request; its handle streams the tokens and has the result.
 
         Args:
             prompt, sampling, salt: see `Engine.submit`.
@@ -141,10 +139,10 @@ class AsyncEngine:
         Raises:
             ConfigError: the request can never be served.
             QueueFull: ``max_waiting`` requests wait.
-            EngineStopped: it was stopped, has failed, or is another process's.
+            EngineStopped: it was stopped, has failed, or is of another process.
 
-        A grammar is compiled in a thread of its own. This waits for it; in a coroutine it does not,
-        and a grammar that is refused is the error of the handle.
+        A grammar is compiled in a thread of its own. This waits for it, except in a coroutine,
+        where the handle has the error of a refused grammar.
         """
         return self._submitted([(prompt, [sampling or SamplingParams()])], salt)[0]
 
@@ -159,17 +157,16 @@ class AsyncEngine:
     ) -> list[RequestHandle]:
         """Queues the ``n`` continuations of each prompt, all of them or none, see `submit`.
 
-        The first of a prompt computes it, and the others wait for the blocks that it leaves for
-        them.
+        The first of a prompt computes it, and the others wait to share its blocks.
 
         Args:
-            requests: prompts, each with how it is continued.
+            requests: prompts, each with its sampling.
             salt: see `Engine.submit`.
 
         Raises:
-            ConfigError: what is no such pair, or can never be served.
-            QueueFull: ``max_waiting`` requests would wait, as more than `most_requests` always do.
-            EngineStopped: it was stopped, has failed, or is another process's.
+            ConfigError: something is not such a pair, or can never be served.
+            QueueFull: more than ``max_waiting`` requests would wait.
+            EngineStopped: it was stopped, has failed, or is of another process.
         """
         if not _are_pairs(requests):
             raise ConfigError(
@@ -183,8 +180,8 @@ class AsyncEngine:
         return self._submitted(continued, salt)
 
     def compiled(self, grammar: Grammar) -> Future[None]:
-        """Done when a grammar is compiled, which happens in a thread of its own; with the error
-        that it is refused with.
+        """Compiles a grammar in a thread of its own; the future is done when it is compiled or
+        refused.
 
         Raises:
             ConfigError: the engine has no tokenizer.
@@ -194,22 +191,22 @@ class AsyncEngine:
             raise without_grammars(grammar)
         return self._compiling.begin(grammar)
 
-    def look(self, look: Callable[[Engine], Seen]) -> Seen:
-        """What a look at the engine gives, such as ``serving.look(Engine.report)``: between two
-        steps, in its thread. Called in that thread, by a look or by ``progress``, it is at once.
+    def call(self, function: Callable[[Engine], Seen]) -> Seen:
+        """Calls a function with the engine between two steps, in its thread, such as
+        ``serving.call(Engine.report)``; at once if called in that thread (by ``progress``, say).
 
         Raises:
-            EngineStopped: it was stopped, has failed, or is another process's.
+            EngineStopped: it was stopped, has failed, or is of another process.
             RuntimeError: it is called from within a step.
         """
-        return self._owner.look(look)
+        return self._owner.call(function)
 
     def stop(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Takes no more requests, and ends the thread; from any thread, and as often as one likes.
+        """Refuses further requests and ends the thread; from any thread, any number of times.
 
         Args:
-            drain: serve what was submitted; False: end that with `EngineStopped` after the step
-                that runs, also where another call waits for it to be served.
+            drain: serve what was submitted; False: end it with `EngineStopped` after the running
+                step, even if another call waits for it to be served.
             timeout: seconds to wait; None: as long as it takes.
 
         Returns:
@@ -219,12 +216,12 @@ class AsyncEngine:
 
     @property
     def most_requests(self) -> int:
-        """That it takes at a time: those that run (``max_seqs``), and ``max_waiting`` more."""
+        """Requests that it accepts at a time: ``max_seqs`` that run, and ``max_waiting``."""
         return self._owner.most
 
     @property
     def is_serving(self) -> bool:
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         return self._owner.is_serving
 
     def __enter__(self) -> AsyncEngine:
@@ -270,20 +267,20 @@ class AsyncEngine:
                 handles.append(handle)
         self._owner.take(handles)
         for compiled in {each for _, _, each in checked if each is not None}:
-            compiled.add_done_callback(lambda _: self._owner.look_again())
+            compiled.add_done_callback(lambda _: self._owner.notify())
         return handles
 
     def _checked(
         self, tokens: list[int], sampling: SamplingParams, salt: Salt
     ) -> Future[None] | None:
-        """What a request waits for, whose grammar is yet to be compiled."""
+        """Checks a request; returns the future of its grammar if that is not compiled yet."""
         grammar = getattr(sampling, "grammar", None)
         plain = sampling if grammar is None else replace(sampling, grammar=None)
-        self.engine._check(tokens, plain, salt, None)
+        self.engine.check(tokens, plain, salt)
         return None if grammar is None else self._compiled_or_waited(grammar)
 
     def _compiled_or_waited(self, grammar: Grammar) -> Future[None] | None:
-        """None when it is compiled; an event loop does not wait for that."""
+        """None once it is compiled; an event loop does not wait for that."""
         compiled = self.compiled(grammar)
         if not compiled.done() and _is_in_event_loop():
             return compiled

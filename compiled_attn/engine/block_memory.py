@@ -1,4 +1,4 @@
-"""The blocks of an engine: who holds which, where it lies, and what is copied."""
+"""The blocks of an engine: the pool, the tables of running requests, and defragmentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepTables:
 
     Args:
         pool: of the blocks.
-        max_requests: rows, as many as run at once.
+        max_requests: running requests at most.
         max_blocks: blocks of the longest request.
     """
 
@@ -74,7 +74,7 @@ class StepTables:
         return self._rows
 
     def _begin(self, request_id: Hashable) -> None:
-        """An empty row for a request."""
+        """Adds an empty row."""
         if request_id in self._rows:
             self._rows.remove(request_id)
         if not self._rows.num_free:
@@ -82,7 +82,7 @@ class StepTables:
         self._rows.add(request_id)
 
     def _close_up(self) -> None:
-        """Gives up the rows of requests that have gone."""
+        """Frees the rows of requests that have finished."""
         for gone in [each for each in self._seen if each not in self._pool]:
             self._rows.remove(gone)
             del self._seen[gone]
@@ -94,15 +94,15 @@ _MAXIMA = "high_water peak_used"
 
 
 class BlockMemory:
-    """A pool, and the copies that keep the cache of an executor in step with it.
+    """A block pool, and the copies that its moves need in the cache of an executor.
 
     Args:
         executor: whose cache it is.
         config: of the engine.
 
     Attributes:
-        pool: who holds which block.
-        defragmenter: None where the configuration turns it off, or spread blocks cost nothing.
+        pool: allocates blocks.
+        defragmenter: None if the configuration disables it, or fragmentation costs nothing.
     """
 
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
@@ -120,9 +120,9 @@ class BlockMemory:
             self.defragmenter.defragment()
 
     def reset(self) -> None:
-        """Forgets all requests and all content, whatever state an exception left them in.
+        """Replaces the pool by an empty one, whatever state an exception left it in.
 
-        What was counted stays counted.
+        Statistics are kept.
         """
         past = self._stats_if_whole()
         self._renew(self._new_pool(), past)
@@ -130,19 +130,19 @@ class BlockMemory:
     def tables(
         self, request_ids: Iterable[Hashable], changed: Iterable[Hashable] | None = None
     ) -> RequestTable:
-        """Where the blocks of these requests lie now: one table for all steps; see `StepTables`."""
+        """Returns the block table of these requests, see `StepTables`."""
         return self._tables.of(request_ids, changed)
 
     def sound_hits(self, request_id: Hashable) -> int:
-        """How many blocks that a request found in the prefix cache are finite, up to the first
-        that is not: a common prefix stays, whoever fails behind it.
+        """Counts the blocks that a request found in the prefix cache and that precede the first one
+        that is not finite: later requests may still share them after this one failed.
         """
         table = self.pool.table(request_id)
         hits = table.num_cached_tokens // table.block_size
         return self._executor.finite_blocks(table.array[:hits])
 
     def stats(self) -> PoolStats:
-        """The figures of the pool, and of those before it that were given up."""
+        """Returns the statistics of this pool and of those that it replaced."""
         now, past = self.pool.stats(), self._past
         if past is None:
             return now
@@ -151,7 +151,7 @@ class BlockMemory:
         return replace(now, **sums, **most)
 
     def figures(self) -> dict[str, float]:
-        """Copies, moves and the spread of the blocks so far, for the report."""
+        """Returns copies, moves and spread of the blocks, for the report."""
         stats = self.stats()
         moved = self.defragmenter.totals if self.defragmenter is not None else None
         return {
@@ -164,7 +164,7 @@ class BlockMemory:
     def _stats_if_whole(self) -> PoolStats | None:
         try:
             return self.stats()
-        except Exception:  # a pool torn by an interrupt: its counts since the last reset are lost
+        except Exception:  # the exception left a broken pool: its counts are lost
             return self._past
 
     def _renew(self, pool: BlockPool, past: PoolStats | None) -> None:
@@ -173,7 +173,6 @@ class BlockMemory:
         defragmenter = self._new_defragmenter(pool)
         if defragmenter is not None and self.defragmenter is not None:
             defragmenter.totals = self.defragmenter.totals
-        # In one line: an interrupt finds all of them old or new.
         self._past, self.pool, self._tables, self.defragmenter = past, pool, tables, defragmenter
 
     def _new_pool(self) -> BlockPool:
@@ -186,7 +185,7 @@ class BlockMemory:
 
     def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
         waste = self._config.defrag_waste
-        if waste is None and self._executor.sizing.form.reads_range:
+        if waste is None and self._executor.sizing.layout.reads_range:
             waste = 0.25
         if waste is None or waste == 1:
             return None

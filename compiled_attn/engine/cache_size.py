@@ -1,4 +1,4 @@
-"""The size of an engine's KV cache: as it was given, or chosen from the model and the machine."""
+"""The size of an engine's KV cache: as configured, or computed from model and machine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _TIMES_WEIGHTS = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The size of a KV cache, and why it has it.
+    """The size of a KV cache, and the reason.
 
     Args:
         dtype: of its elements.
         bytes: of all its blocks, scales included.
         blocks: null block included.
-        tokens: that it holds.
-        why: what decided.
+        tokens: capacity.
+        why: the reason.
     """
 
     dtype: str
@@ -39,15 +39,15 @@ class CacheSize:
 
     @staticmethod
     def of(model: PreTrainedModel, config: EngineConfig, context: int, ranks: int = 1) -> CacheSize:
-        """The size as configured, or else what this model needs of what this machine has.
+        """Returns the size as configured, or a default.
 
-        By default that is four times the weights, but 256 MiB at least; no more than half of the
-        memory that is free now, and than `max_seqs` requests of full context fill; one such request
-        always fits. Half of the free memory is rounded down to a power of two, so that it is the
-        same at the next start: captured graphs are of one size of the cache. Of an accelerator,
-        which nobody else uses, it is four fifths of what is free, in 64ths of all that it has.
+        The default is four times the weights, but at least 256 MiB; at most half of the free
+        memory, and at most what `max_seqs` requests of full context fill; one such request always
+        fits. Half of the free memory is rounded down to a power of two, so that it is the same at
+        the next start: captured graphs depend on the size of the cache. On an accelerator, which
+        nothing else uses, it is four fifths of the free memory, in 64ths of the total.
 
-        Where several ``ranks`` keep a context together, it is the size of the cache of one.
+        If several ``ranks`` share a context, it is the size of the cache of one.
 
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
@@ -60,12 +60,12 @@ class CacheSize:
         return CacheSize(name, blocks * block_bytes, blocks, (blocks - 1) * config.block_size, why)
 
     def to_dict(self) -> dict[str, object]:
-        """The size as JSON-able values."""
+        """Returns the size as JSON-able values."""
         return asdict(self)
 
 
 def memory_for(model: nn.Module) -> int | None:
-    """Bytes of the memory that the model is in, None if unknown."""
+    """Returns the bytes of memory of the model's device; None if unknown."""
     return machine_bytes(_device_of(model))
 
 
@@ -96,25 +96,25 @@ def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
 
 
 def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Bytes that a cache may have by default, each with its reason."""
+    """Yields limits of the default in bytes, each with its reason."""
     device = _device_of(model)
     free, total = free_bytes(device), machine_bytes(device)
-    told = "" if free is None else f"of {free / 2**30:.1f} GiB free"
+    amount = "" if free is None else f"of {free / 2**30:.1f} GiB free"
     if device.type != "cpu" and free is not None and total is not None:
         part = max(1, total // 64)
-        yield free * 4 // 5 // part * part, f"four fifths {told} on {device}, in 64ths of all"
+        yield free * 4 // 5 // part * part, f"four fifths {amount} on {device}, in 64ths of all"
         return
     weights = sum(each.numel() * each.itemsize for each in model.parameters())
     least = _LEAST_BYTES, "256 MiB, the least"
     yield max(least, (_TIMES_WEIGHTS * weights, f"{_TIMES_WEIGHTS} times the weights"))
     if free is not None:
-        yield 1 << max(free // 2, 1).bit_length() - 1, f"half {told}, as a power of two"
+        yield 1 << max(free // 2, 1).bit_length() - 1, f"half {amount}, as a power of two"
 
 
 def _refuse_beyond_memory(
     model: PreTrainedModel, config: EngineConfig, blocks: int, block_bytes: int
 ) -> None:
-    """Before anything is allocated: the system would promise more memory than there is."""
+    """Checks before the allocation, as the system would promise more memory than there is."""
     there, wanted = memory_for(model), blocks * block_bytes
     if there is not None and wanted > there:
         raise ConfigError(

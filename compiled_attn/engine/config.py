@@ -1,4 +1,4 @@
-"""The settings of an engine, each declared once: its default, its meaning, its least value."""
+"""The configuration of an engine: each setting with its default, help and least value."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _WEIGHTS = ("auto", "packed", "plain", "int8")
 
 
 def byte_size(name: str, size: int | str) -> int:
-    """Bytes of a setting such as ``2147483648``, ``"2GiB"`` or ``"1.5 GB"``.
+    """Parses a size such as ``2147483648``, ``"2GiB"`` or ``"1.5 GB"``.
 
     Raises:
-        ConfigError: it is not such a size, or less than a byte.
+        ConfigError: it is not a size, or less than a byte.
     """
     found = _SIZE.fullmatch(str(size).strip())
     unit = found and _UNITS.get(found[2].lower())
@@ -47,13 +47,13 @@ def byte_size(name: str, size: int | str) -> int:
 
 
 def setting(default: Any, meaning: str, *, least: int | None = None) -> Any:
-    """A field whose meaning is also the help of the command's option of this name."""
+    """A field whose meaning is also the help of the command line option of this name."""
     return field(default=default, metadata={"help": meaning, "least": least})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and policies of an engine; what each means stands beside its default.
+    """Sizes and policies of an engine.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -61,8 +61,8 @@ class EngineConfig:
 
     max_tokens_per_step: int | None = setting(
         None,
-        "Tokens that a step computes at most; by default 512 where one compile serves all buckets, "
-        "256 where each is compiled, but no less than max_seqs.",
+        "Tokens of a step at most; by default 512 if one compile serves all buckets, 256 if each "
+        "is compiled, but not less than max_seqs.",
         least=1,
     )
     max_seqs: int = setting(32, "Requests that run at the same time at most.", least=1)
@@ -74,17 +74,17 @@ class EngineConfig:
     )
     kv_memory: int | str | None = setting(
         None,
-        "Memory of the KV cache in place of num_blocks: bytes, or a size such as 2GiB; by default "
-        "four times the weights, but 256 MiB at least, and no more than half of the free memory "
-        "or what max_seqs requests of full context fill.",
+        "Memory of the KV cache instead of num_blocks: bytes, or a size such as 2GiB; by default "
+        "four times the weights, but at least 256 MiB, and at most half of the free memory or what "
+        "max_seqs requests of full context fill.",
     )
     kv_dtype: str = setting(
         "auto",
-        "Keys and values in int8 or fp8 (e4m3), with a scale for each token and head, or auto: in "
-        "the model's dtype.",
+        "Store keys and values in int8 or fp8 (e4m3), with a scale for each token and head, or "
+        "auto: in the model's dtype.",
     )
     context: int | None = setting(
-        None, "Longest prompt plus generation; by default what the model was made for.", least=2
+        None, "Longest prompt plus generation; by default the model's.", least=2
     )
     buckets: BucketSpace | None = setting(
         None,
@@ -95,16 +95,16 @@ class EngineConfig:
     defrag_waste: float | None = setting(
         None,
         "Move blocks between steps, a few at a time, when more than this share of their range is "
-        "unused; 0: whenever one can, 1: never; by default 0.25 where a step reads all of the "
-        "range (portable kernel), never where it reads the blocks of its requests (native).",
+        "unused; 0: always, 1: never; by default 0.25 with the portable kernel, whose steps read "
+        "the whole range, and never with the native one.",
     )
     defrag_min_gap: int = setting(
-        8, "Move none before so many places of the range are unused.", least=1
+        8, "Move blocks only if at least this many of the range are unused.", least=1
     )
     prefix_key: bytes | None = setting(
         None,
-        "Secret under which the contents of blocks are hashed, so that nobody can guess what "
-        "another's prompt would be found by; by default drawn for each engine.",
+        "Secret key of the hashes of block contents, so that nobody can guess those of another's "
+        "prompt; by default random for each engine.",
     )
     backend: str | Backend = setting(
         "inductor",
@@ -114,35 +114,35 @@ class EngineConfig:
     store: bool | str | Path | None = setting(
         None,
         "Folder of compiled graphs, from which the next start loads them, or True for the default "
-        "one, False for none; by default LLM and the commands use the default one, an Engine by "
-        "itself none. A backend object brings its own.",
+        "one, False for none; by default LLM and the commands use the default one, a plain Engine "
+        "none. A backend object has its own.",
     )
     kernel: KernelChoice = setting(
         "auto",
-        "native (C++, buckets of tokens and requests), portable (torch alone), or auto: native "
-        "where it can.",
+        "native (C++, buckets of tokens and requests), portable (torch alone), or auto: native if "
+        "it can serve.",
     )
     weights: str = setting(
         "auto",
-        "Linear layers of bfloat16 and float32 on the native kernel: packed (rewritten in the "
-        "order in which they are read, in place), plain, int8 (of bfloat16: half of their memory, "
-        "with rounding), or auto: packed where that was measured to be faster, and those of "
-        "float32 that bfloat16 holds exactly in 16 bits where that is faster still.",
+        "Linear layers of bfloat16 and float32 on the native kernel: packed (in place, in the "
+        "order in which they are read), plain, int8 (of bfloat16: half the memory, with rounding), "
+        "or auto: packed where that was measured to be faster, and float32 weights that bfloat16 "
+        "holds exactly in 16 bits where that is faster still.",
     )
-    look_ahead: bool = setting(
+    async_scheduling: bool = setting(
         True,
-        "On a device that is not the CPU, plan and begin a step before the tokens of the one "
-        "before are there; the tokens are the same without.",
+        "On a device that is not the CPU, plan and launch a step before the tokens of the previous "
+        "one are read; the tokens are the same without.",
     )
     strict: bool = setting(
         True,
-        "A compile after warmup or a fallback is an error, or else a counted warning; so is a "
-        "native kernel that supports the model but cannot be built here.",
+        "Make a compile after warmup, a fallback, or a native kernel that cannot be built an error "
+        "instead of a counted warning.",
     )
     watch_process: bool = setting(
         False,
-        "What other threads compile, build and capture during a step counts as well; by default "
-        "other engines may warm up meanwhile.",
+        "Also count what other threads compile, build and capture during a step; by default other "
+        "engines may warm up meanwhile.",
     )
     warmup_workers: int = setting(
         1,
@@ -151,7 +151,7 @@ class EngineConfig:
         least=1,
     )
     warmup_journal: str | Path | None = setting(
-        None, "File that records what each graph came to; a killed warmup goes on from it."
+        None, "File that records the result of each graph; a killed warmup continues from it."
     )
 
     @property
@@ -168,11 +168,11 @@ class EngineConfig:
 
     @property
     def backend_name(self) -> str:
-        """Name of the backend, also of one that is an object."""
+        """Name of the backend, also of a backend object."""
         return self.backend if isinstance(self.backend, str) else self.backend.name
 
     def __post_init__(self) -> None:
-        # Not above: a command's help needs no torch.
+        # Imported late: a command's help needs no torch.
         from compiled_attn.cache.quantisation import KV_DTYPES
         from compiled_attn.ops import CHOICES
 

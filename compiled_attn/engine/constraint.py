@@ -1,8 +1,7 @@
-"""The constraint of a request's tokens by its grammar: masks of logits, true to its text.
+"""Constrains the tokens of a request by its grammar, with masks of logits.
 
-How far a grammar has come follows from the tokens of the request alone. So nothing has to be
-undone when a step is interrupted, or a request preempted: before each mask the tokens that are new
-are read, and where those that were read are not the request's any more, all of them again.
+The state of a grammar follows from the tokens of the request alone, so a rollback or preemption
+undoes nothing: before each mask the new tokens are read, or all of them if an earlier one changed.
 """
 
 from __future__ import annotations
@@ -20,44 +19,44 @@ from compiled_attn.errors import ConfigError
 
 __all__ = ["Constraint", "Grammars", "Matcher", "constrain", "without_grammars"]
 
-_LAST_ID = 2**31 - 1  # of any vocabulary; what an end beyond it is, no model draws
+_LAST_ID = 2**31 - 1  # largest token id of any vocabulary
 
 
 class Matcher(Protocol):
-    """How far a grammar has come, as xgrammar's `GrammarMatcher` tells it."""
+    """The state of a grammar, as xgrammar's `GrammarMatcher`."""
 
     def accept_token(self, token_id: int) -> bool:
-        """Goes on by a token; False: it may not come here, and nothing has changed."""
+        """Reads a token; False: it is not allowed here, and nothing has changed."""
 
     def is_completed(self) -> bool:
         """Whether the text may end here."""
 
 
 class Grammars(Protocol):
-    """What knows grammars over the tokens of a vocabulary, from any thread."""
+    """Compiles grammars over the tokens of a vocabulary, from any thread."""
 
     def compiled(self, grammar: Grammar) -> Callable[[], Matcher]:
-        """What makes a matcher at the beginning of a grammar, which is compiled once.
+        """Returns a maker of matchers at the start of a grammar, which is compiled once.
 
         Raises:
-            ConfigError: it cannot be compiled, or no token can begin it.
+            ConfigError: it cannot be compiled, or no token can start it.
         """
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
-        """Which tokens may come next: of ``[n, words]`` bit ``t % 32`` of word ``t // 32`` is that
-        of token t. Tokens without a text, such as the end of one, may not.
+        """Returns masks ``[n, words]`` of the tokens that may come next: bit ``t % 32`` of word
+        ``t // 32`` is that of token t; 0 for tokens without a text, such as end-of-sequence.
         """
 
 
 class Constraint:
-    """The grammar of one request, read along its tokens.
+    """The grammar of one request, which reads its tokens.
 
     Args:
-        grammars: of the engine.
-        grammar: that they know.
-        prompt_len: tokens of its prompt, which the grammar says nothing about.
+        grammars: compiles it.
+        grammar: of the request.
+        prompt_len: tokens of its prompt, which the grammar ignores.
         ends: tokens that end it, which may come where the text may end, and only there.
-        vocab: tokens of the model, which draws none behind them.
+        vocab: tokens of the model.
     """
 
     def __init__(
@@ -76,16 +75,16 @@ class Constraint:
         self._prompt_len = prompt_len
         self._read = (prompt_len, -1)  # how many tokens, and the last of them
 
-    def behind(self, text: Sequence[int]) -> Matcher:
-        """The matcher behind a text, prompt included.
+    def after(self, text: Sequence[int]) -> Matcher:
+        """Returns the matcher after a text, prompt included.
 
         Args:
-            text: that of the call before, maybe with another last token, and maybe with more.
+            text: that of the previous call, maybe with another last token and more tokens.
 
         Raises:
             ValueError: the grammar does not allow it.
         """
-        matcher, self._matcher = self._matcher, None  # an interrupt leaves none
+        matcher, self._matcher = self._matcher, None  # an exception leaves none
         count, last = self._read
         if matcher is None or len(text) < count or text[count - 1] != last:
             matcher, count = self._make(), self._prompt_len
@@ -96,8 +95,8 @@ class Constraint:
         return matcher
 
     def is_over(self, text: Sequence[int]) -> bool:
-        """Whether a text can only end here; see `behind`."""
-        matcher = self.behind(text)
+        """Whether a text can only end here, see `after`."""
+        matcher = self.after(text)
         if not matcher.is_completed():
             return False
         allowed = _bits(self.grammars.masks([matcher]))[0, : self._vocab]
@@ -106,7 +105,7 @@ class Constraint:
 
 
 def without_grammars(grammar: Grammar) -> ConfigError:
-    """The refusal of an engine that knows no grammars."""
+    """Makes the error of an engine without grammars."""
     return ConfigError(
         f"expected no grammar, as this engine has no tokenizer, got {grammar}: use "
         "compiled_attn.LLM, or give the engine grammars"
@@ -116,21 +115,21 @@ def without_grammars(grammar: Grammar) -> ConfigError:
 def constrain(
     logits: Tensor, constraints: Sequence[Constraint | None], texts: Sequence[Sequence[int]]
 ) -> None:
-    """Gives minus infinity to tokens that the grammars of rows do not allow, in all rows at once.
+    """Sets tokens that the grammars do not allow to minus infinity, in all rows at once.
 
     Args:
         logits: ``[n, vocab]``, any float dtype; rows without a constraint stay as they are. Tokens
-            behind the vocabulary of the grammars (padding of the model's) are never allowed.
-        constraints: n, one for each row; None: it has none.
-        texts: n, of each row the tokens so far, prompt included.
+            beyond the vocabulary of the grammars (padding of the model's) are never allowed.
+        constraints: n, one for each row; None: none.
+        texts: n, the tokens of each row so far, prompt included.
 
     Raises:
-        ValueError: see `Constraint.behind`.
+        ValueError: see `Constraint.after`.
     """
     held = {row: each for row, each in enumerate(constraints) if each is not None}
     if not held:
         return
-    matchers = [each.behind(texts[row]) for row, each in held.items()]
+    matchers = [each.after(texts[row]) for row, each in held.items()]
     known = next(iter(held.values())).grammars.masks(matchers)
     masks = np.full((len(logits), -(-logits.shape[1] // 32)), -1, np.int32)
     rows, words = [*held], min(masks.shape[1], known.shape[1])
@@ -145,5 +144,5 @@ def constrain(
 
 
 def _bits(masks: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """The bits ``[n, 32 * words]`` of masks ``[n, words]``."""
+    """Unpacks masks ``[n, words]`` to bits ``[n, 32 * words]``."""
     return np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")

@@ -1,19 +1,16 @@
 """Continuous batching over captured graphs: capture once, serve, never compile again.
 
-What is true of an engine are its open requests, their tokens, and the events that their readers
-have not got. All else (blocks, queue, prefix cache) follows from these. So a step is computed, then
-its `Outcome` exists, which is the moment that it was done, and then the outcome is made true. An
-exception or Ctrl-C anywhere between leaves an attempt behind: an outcome that exists is made true,
-one that does not is forgotten, and the open requests wait for fresh blocks, to be computed again.
+Durable state: open requests, their tokens, undelivered events. Everything else (blocks, queue,
+prefix cache) can be rebuilt from them, so a step is a transaction: an exception before its result
+is committed rolls it back, and the open requests wait for fresh blocks, to be computed again.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from transformers import PreTrainedModel
 
@@ -24,11 +21,11 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
-from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
+from compiled_attn.engine.logprobs import RowResult
+from compiled_attn.engine.report import EngineReport, StepInfo
 from compiled_attn.engine.request_state import (
     GenerationResult,
     HasStop,
-    Mailbox,
     RequestState,
     TokenEvent,
 )
@@ -41,9 +38,10 @@ from compiled_attn.engine.sampling import (
 )
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
-from compiled_attn.engine.steps import Attempt, Changes, Outcome, StepsUnderWay
-from compiled_attn.engine.stream import Known, Stream, Workload, ended, results_of
+from compiled_attn.engine.steps import StepRunner
+from compiled_attn.engine.stream import Stream, Workload, results_of
 from compiled_attn.engine.tally import Tally
+from compiled_attn.engine.transaction import Transactions, delayed_interrupt
 from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]
@@ -52,28 +50,30 @@ __all__ = ["Engine"]
 class Engine:
     """Serves many requests, step by step, from captured graphs.
 
-    After an exception, Ctrl-C included, every call works: the step that was interrupted was done,
-    or is done again. What was running is then computed again, and the prefix cache is empty.
+    After an exception in a step every call works: the running requests are computed again, and the
+    prefix cache is empty. Ctrl-C takes effect at the end of the running step.
 
     Args:
         model: a Hugging Face causal LM in eval mode, whose attention a `LocalExecutor` switches to
-            the paged cache; or any executor, which is what computes the steps.
+            the paged cache; or an executor, which computes the steps.
         config: sizes and policies; None: those of the executor, or the defaults.
         has_stop: finds stop strings, as `compiled_attn.text.Tokenizer.has_stop`; None: they are
             refused.
         grammars: compiles grammars, as `compiled_attn.text.Grammars`; None: they are refused.
 
     Attributes:
+        executor: computes the steps.
         sentinel: what compiled since the warmup.
         warmup_report: of the last warmup, None before it.
-        restarts: how often an exception interrupted a step or an abort.
-        prompt_tokens: tokens of all prompts that were submitted.
+        restarts: how often a step or an abort was rolled back.
+        prompt_tokens: tokens of all submitted prompts.
+        is_streaming: whether a stream is open.
 
     Raises:
         ConfigError, graphs.CaptureError, ValueError: see `LocalExecutor`; or the executor was made
             with another configuration.
-        RuntimeError: another engine has the executor.
-        TypeError: it is neither a model nor an executor.
+        RuntimeError: another engine uses the executor.
+        TypeError: ``model`` is neither a model nor an executor.
 
     Example::
 
@@ -94,22 +94,23 @@ class Engine:
         self.executor = executor = executor_for(model, config)
         self.config = config = executor.config
         self.memory = BlockMemory(self.executor, config)
-        step = self.sizing.step or StepSize.of(config, self.sizing.form.symbolic)
+        step = self.sizing.step or StepSize.of(config, self.sizing.layout.symbolic)
         self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
-        self._steps = StepsUnderWay(executor, self.memory, self.scheduler, self.sentinel)
+        self._steps = StepRunner(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None
-        self._has_stop, self._grammars = has_stop, grammars
+        self.grammars = grammars
+        self._has_stop = has_stop
         self._requests: dict[int, RequestState] = {}
-        self._unwanted: set[int] = set()
+        self._dropped: set[int] = set()
         self._ids = itertools.count()
-        self._mailbox: Mailbox[TokenEvent] = Mailbox()
-        self._streams: Known = []
-        self._changes = Changes(self._recover)
+        self._events: deque[TokenEvent] = deque()
+        self._transactions = Transactions(self._rollback)
+        self.is_streaming = False
         self.restarts = 0
         self.prompt_tokens = 0
-        executor.attach()  # last: what failed before leaves it to another engine
+        executor.attach()  # last: after an error above another engine can use it
 
     @property
     def sizing(self) -> Sizing:
@@ -118,11 +119,11 @@ class Engine:
 
     @property
     def pool(self) -> BlockPool:
-        """Who holds which block; another one after an exception ended a step."""
+        """Allocates blocks; replaced by another pool when a step is rolled back."""
         return self.memory.pool
 
     def warmup(self, progress: Callable[..., None] | None = None) -> WarmupReport:
-        """Captures every bucket and the block copies; from here on the sentinel watches each step.
+        """Captures every bucket and the block copies; the sentinel watches each later step.
 
         Args:
             progress: called with an event per bucket, see `graphs.progress_for`.
@@ -157,32 +158,29 @@ class Engine:
                 grammar cannot be compiled.
         """
         sampling = SamplingParams() if sampling is None else sampling
-        return self._enter(token_ids(prompt), sampling, salt, arrived_s, self._mailbox, None)
+        return self.enter(token_ids(prompt), sampling, salt, arrived_s, self._events, None)
 
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns the tokens of requests that `submit` queued.
 
-        Tokens of a `stream` that is open go to that stream. Events that an interrupted call could
-        not return come with the next one. Empty if there is no work.
+        Tokens of an open `stream` go to that stream. Empty if there is no work.
 
         Raises:
-            RuntimeError: the engine is not warmed up.
-            compiled_attn.hf.ModelChanged: the model is not as it was then.
+            RuntimeError: the engine is not warmed up, or a step is running.
+            compiled_attn.hf.ModelChanged: the model has changed since the warmup.
             graphs.GraphBudgetExceeded: something compiled (strict).
+            KeyboardInterrupt: at the end of the step; the next call returns its tokens.
         """
-        self._mailbox.arrived()
-        self._advance()
-        try:
-            return self._mailbox.hand_out()
-        except BaseException:
-            self._mailbox.came_back()
-            raise
+        self.advance()
+        events = list(self._events)
+        self._events.clear()
+        return events
 
     def abort(self, request_id: int) -> None:
         """Drops a request that has not finished; its blocks are free at once.
 
         Called while a step runs (by a signal handler, say), it takes effect before the next one.
-        Events that the request has by then are still told.
+        Events that the request has by then are still returned.
 
         Raises:
             KeyError: no such request is waiting or running.
@@ -191,7 +189,7 @@ class Engine:
             raise KeyError(
                 f"expected a waiting or running request, got {request_id}: it may have finished"
             )
-        self._abort({request_id})
+        self.drop({request_id})
 
     def generate(
         self,
@@ -204,12 +202,11 @@ class Engine:
         in_order: bool = False,
         on_step: Callable[[StepInfo], None] | None = None,
     ) -> Iterator[GenerationResult]:
-        """Results as they finish, see `stream`; ``result.index`` is the position of the prompt.
+        """Yields results as they finish, see `stream`; ``result.index`` is that of the prompt.
 
         Args:
             prompts, sampling, salt, arrivals, concurrency, on_step: see `stream`.
-            in_order: results in the order of the prompts, and of the ``n`` continuations of each,
-                each as soon as those before it are there.
+            in_order: results in the order of the prompts, and of the ``n`` continuations of each.
         """
         stream = self.stream(
             prompts,
@@ -231,7 +228,7 @@ class Engine:
         concurrency: int | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
     ) -> Stream:
-        """Tokens as they are generated. A consumer that stops early aborts what is open.
+        """Yields tokens as they are generated. A consumer that stops early aborts open requests.
 
         Requests are checked now, and served while the result is iterated over.
 
@@ -249,19 +246,17 @@ class Engine:
         """
         workload = Workload.of(prompts, sampling, salt, arrivals, concurrency)
         for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
-            self._check(*each, None)
-        stream = Stream(self, workload, on_step)
-        self._streams = [*self._streams, (weakref.ref(stream), stream.mailbox)]
-        return stream
+            self.check(*each)
+        return Stream(self, workload, on_step)
 
     def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
-        """Tokens that end such a request, and are no part of its text."""
+        """Tokens that end such a request, and are not part of its text."""
         stop = frozenset(sampling.stop_token_ids)
         return stop if sampling.ignore_eos else stop | self.executor.eos
 
     def info(self, elapsed_s: float) -> StepInfo:
-        """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
-        return info_of(self, elapsed_s)
+        """Returns the current state, ``elapsed_s`` seconds after the start of serving."""
+        return StepInfo.of(self.scheduler, self.tally, self.sizing.num_blocks - 1, elapsed_s)
 
     @property
     def open_requests(self) -> set[int]:
@@ -270,46 +265,64 @@ class Engine:
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that began before the tokens of the one before were there."""
+        """Steps that were launched before the tokens of the previous one were read."""
         return self._steps.ahead
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to return."""
-        return bool(self._requests) or len(self._mailbox) > 0
+        return bool(self._requests or self._events)
 
     def report(self) -> EngineReport:
-        """What happened since the engine was made."""
-        return report_of(self)
+        """Reports what happened since the engine was made."""
+        return EngineReport.of(
+            self.executor,
+            self.memory,
+            self.tally,
+            self.sentinel,
+            self.warmup_report,
+            prompt_tokens=self.prompt_tokens,
+            preemptions=self.scheduler.preemptions,
+            restarts=self.restarts,
+            steps_ahead=self.steps_ahead,
+        )
 
-    def _check(
-        self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
+    def check(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        salt: Salt = None,
+        arrived_s: float | None = None,
     ) -> None:
+        """Raises ConfigError if a request can never be served; compiles its grammar."""
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         check_fits(self.sizing, prompt, sampling)
-        self._constraint(sampling, len(prompt))  # compiles it
+        self._constraint(sampling, len(prompt))
 
     def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
         if sampling.grammar is None:
             return None
-        if self._grammars is None:
+        if self.grammars is None:
             raise without_grammars(sampling.grammar)
         ends = self.end_tokens(sampling)
-        return Constraint(self._grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
+        return Constraint(self.grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
 
-    def _enter(
+    def enter(
         self,
         prompt: list[int],
         sampling: SamplingParams,
         salt: Salt,
         arrived_s: float | None,
-        mailbox: Mailbox[TokenEvent],
-        index: int | None,
-        choice: int = 0,
+        events: deque[TokenEvent],
+        name: tuple[int, int] | None,
     ) -> int:
-        """`submit`, whose events go to a mailbox, under an index (None: its id) and a choice."""
-        self._check(prompt, sampling, salt, arrived_s)
+        """Queues a request, as `submit`, whose events go to a queue.
+
+        ``name`` is the index and the choice of its events; None: its id and 0.
+        """
+        self.check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
+        index, choice = (request_id, 0) if name is None else name
         sequence = RequestState(
             request_id,
             prompt,
@@ -318,83 +331,70 @@ class Engine:
             time.perf_counter() if arrived_s is None else float(arrived_s),
             stop_tokens=self.end_tokens(sampling),
             salt=salt,
-            index=request_id if index is None else index,
-            mailbox=mailbox,
+            index=index,
+            events=events,
             has_stop=self._has_stop,
             constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
         )
-        try:
+        with delayed_interrupt():
             self._requests[request_id] = sequence
             self.scheduler.add(sequence)
             self.prompt_tokens += len(prompt)
-            return request_id
-        except BaseException:
-            self._requests.pop(request_id, None)
-            self.scheduler.discard(sequence)
-            raise
+        return request_id
 
-    def _advance(self) -> None:
-        """Computes one step for everybody; events go to the mailboxes of their requests."""
+    def advance(self) -> None:
+        """Computes one step for all requests; their events wait in their queues."""
         if self.warmup_report is None:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
-        self._changes.refuse_second()
+        self._transactions.refuse_second()
         self.executor.check_unchanged()
-        self._finish_attempt()
-        self._abort_unwanted()
+        self._transactions.run(self._run)
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Aborts those of the requests that are open, at once or before the next step."""
+        self._dropped |= request_ids & self._requests.keys()
+        if self._dropped and not self._transactions.is_running:
+            self._transactions.run(self._drop_all)
+
+    def has_started(self, request_id: int) -> bool:
+        """Whether the prompt of a request was computed, or it has finished."""
+        sequence = self._requests.get(request_id)
+        return sequence is None or sequence.generated > 0
+
+    def _run(self) -> None:
+        self._drop_all()
         if self.scheduler.has_work:
-            self._changes.run(self._compute)
+            self._run_step()
 
-    def _finish_attempt(self) -> None:
-        """After an interrupted change: what was done stays done, the rest begins again."""
-        self._changes.finish(is_whole=self.scheduler.knows(len(self._requests)))
+    def _run_step(self) -> None:
+        result = self._steps.compute()
+        result.commit(self._requests, self.tally, self.scheduler, self.memory)
 
-    def _recover(self, outcome: Outcome | None) -> None:
-        self.sentinel.disarm()
-        self._steps.forget()
-        if outcome is not None:
-            outcome.make_true(self._requests, self.tally)
+    def _rollback(self) -> None:
+        self._steps.rollback()
         self.memory.reset()
         self.scheduler.restart(self.pool, self._requests.values())
         self.restarts += 1
 
-    def _compute(self, attempt: Attempt) -> None:
-        attempt.outcome = outcome = self._steps.outcome(self.tally.count("steps"))
-        outcome.make_true(self._requests, self.tally)
-        outcome.release(self.scheduler, self.memory)
+    def _drop_all(self) -> None:
+        while self._dropped:
+            if sequence := self._requests.get(self._dropped.pop()):
+                self._drop(sequence)
 
-    def _abort(self, request_ids: set[int]) -> None:
-        """Drops those of the requests that are open, at once or before the next step."""
-        self._unwanted |= request_ids & self._requests.keys()
-        if not self._changes.is_running:
-            self._finish_attempt()
-            self._abort_unwanted()
-
-    def _abort_unwanted(self) -> None:
-        """Drops what `abort` named, and the requests of streams that have ended."""
-        if not self._unwanted and not self._streams:
-            return
-        unwanted, gone = set(self._unwanted), ended(self._streams)
-        for request_id, sequence in list(self._requests.items()) if unwanted or gone else ():
-            is_unwanted = request_id in unwanted or any(sequence.mailbox is box for box in gone)
-            if is_unwanted and request_id in self._requests:  # a finaliser may drop it meanwhile
-                self._changes.run(partial(self._drop, sequence))
-        self._unwanted -= unwanted
-        self._streams = [each for each in self._streams if all(each[1] is not b for b in gone)]
-
-    def _drop(self, sequence: RequestState, _: Attempt) -> None:
+    def _drop(self, sequence: RequestState) -> None:
         del self._requests[sequence.request_id]
         self.scheduler.finish(sequence)
 
     def _refuse_unservable(self) -> None:
-        """Ends requests that were queued before a warmup which lost the buckets for them."""
+        """Fails requests that were queued before a warmup which lost the buckets for them."""
         for sequence in list(self._requests.values()):
             try:
                 check_lengths(self.sizing, sequence.prompt_len, sequence.sampling.max_new_tokens)
             except ConfigError as error:
-                event = sequence.failure(str(error), time.perf_counter())
-                sequence.mailbox.put({("warmup", sequence.request_id): event})
-                self._changes.run(partial(self._drop, sequence))
+                row = RowResult(error=str(error))
+                sequence.apply(row, 0, time.perf_counter(), has_token=False, reason="error")
+                self.drop({sequence.request_id})
                 self.tally.count_failure()

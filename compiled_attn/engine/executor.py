@@ -1,7 +1,7 @@
-"""The contract of an executor: what computes the steps of an engine.
+"""The contract of an executor, which computes the steps of an engine.
 
-An engine decides what a step computes and what comes of it; an executor has the model, its paged
-cache and the captured graphs. One process is one (`LocalExecutor`); others may be a device, or
+The engine schedules requests and delivers their tokens; an executor has the model, its paged
+cache and the captured graphs. `LocalExecutor` runs in one process; others may be a device, or
 several ranks.
 """
 
@@ -16,45 +16,47 @@ from numpy.typing import NDArray
 
 from compiled_attn.cache.defrag import BlockCopies
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.step import RequestTable
-from compiled_attn.step.form import Plan
+from compiled_attn.step.layout import Plan
 from graphs import Bucket, BucketEvent, WarmupReport
 
-__all__ = ["COPIES", "Executor", "ExecutorReport", "FittedStep"]
+__all__ = ["COPIES", "Executor", "ExecutorReport", "PlannedStep"]
 
 
 COPIES = 16
-"""Pairs of blocks that one graph copies or exchanges."""
+"""Pairs of blocks that one graph copies."""
 
 
-class FittedStep(NamedTuple):
-    """A step that a captured bucket holds.
+class PlannedStep(NamedTuple):
+    """A step that fits a captured bucket.
 
     Args:
         parts: what it computes.
         plan: its rows.
         bucket: the captured bucket.
-        wanted: sizes that the whole step needs, which the parts do not reach if it was cut.
+        wanted: sizes that the whole scheduled step needs; more than the parts if it was cut.
+        started_s: when planning began, on the clock of `time.perf_counter`.
     """
 
     parts: ScheduledStep
     plan: Plan
     bucket: Bucket
     wanted: dict[str, int]
+    started_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorReport:
-    """What an executor is, and what it had to do without.
+    """Backend, kernel and fallbacks of an executor.
 
     Args:
         backend: of the captured graphs.
         kernel: of attention.
-        notes: why it is that kernel.
-        fallbacks: graphs that were degraded, and a kernel that could not be built.
+        notes: why that kernel was chosen.
+        fallbacks: degraded graphs, plus a kernel that could not be built.
         steps: the warmup of the graphs of steps; None before it.
         ranks: processes that compute each step together.
     """
@@ -72,13 +74,13 @@ class Executor(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """What it was made with: the engine's sizes and policies too."""
+        """The configuration it was made with, which is also the engine's."""
 
     def attach(self) -> None:
-        """Notes that an engine serves with it.
+        """Marks it as used by an engine.
 
         Raises:
-            RuntimeError: one does already; two would write the same blocks.
+            RuntimeError: it already is; two engines would write the same blocks.
         """
 
     @property
@@ -86,17 +88,17 @@ class Executor(Protocol):
         """Context, blocks and buckets; after the warmup the buckets that were captured."""
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether a step may begin before the tokens of the one before are read: it then takes
-        those that it lacks (`ScheduledStep.is_ahead`) from that one itself."""
+    def schedules_ahead(self) -> bool:
+        """Whether it supports async scheduling: a step launched before the tokens of the previous
+        one are read takes missing tokens (`ScheduledStep.is_ahead`) from that one itself."""
 
     @property
     def eos(self) -> frozenset[int]:
-        """Tokens that end a text of the model."""
+        """End-of-sequence tokens of the model."""
 
     @property
     def copies(self) -> BlockCopies:
-        """Copies of blocks of the cache."""
+        """Copies blocks of the cache."""
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures the graphs of steps and copies.
@@ -108,27 +110,26 @@ class Executor(Protocol):
     def check_unchanged(self) -> None:
         """Raises an error unless the model is as it was at the warmup."""
 
-    def fit(self, step: ScheduledStep, table: RequestTable) -> FittedStep:
-        """The step, cut until a captured bucket holds it.
+    def plan(self, step: ScheduledStep, table: RequestTable) -> PlannedStep:
+        """Plans a step, cut until a captured bucket holds it.
 
         Args:
             step: what the scheduler wants computed.
-            table: where the blocks of its sequences lie, by their ids.
+            table: blocks of its sequences, by their ids.
 
         Raises:
             graphs.BucketOverflow: not even a single token of the first request has a bucket.
         """
 
-    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
-        """Computes a step: the token after each part, scored if its request asks, or why there is
-        none. They may still be on their way: reading them waits.
+    def launch(self, step: PlannedStep) -> Sequence[RowResult]:
+        """Launches a step and returns its result for each part; reading them may wait for it.
 
-        What stands after a part that does not reach the end of its prompt is not looked at, but an
-        error there is one of its request.
+        The token after a part that does not reach the end of its prompt is ignored; an error there
+        is one of its request.
         """
 
-    def finite_blocks(self, places: NDArray[np.int64]) -> int:
-        """How many of the blocks at ``places [n]`` are finite, up to the first that is not."""
+    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
+        """Counts how many of the physical ``blocks [n]`` precede the first that is not finite."""
 
     def report(self) -> ExecutorReport:
-        """What it is, and what it had to do without."""
+        """Reports backend, kernel and fallbacks."""

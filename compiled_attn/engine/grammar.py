@@ -1,4 +1,4 @@
-"""The grammar of an answer: a JSON schema, a regular expression, or rules in EBNF."""
+"""Grammars of an answer: a JSON schema, a regular expression, or rules in EBNF."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ __all__ = ["Grammar"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of an answer has to be: one of the functions below makes it.
-
-    Two of equal kind and text are equal, and are compiled once.
+    """Constrains the text of an answer; made by one of the functions below.
 
     Args:
         kind: of the text.
@@ -34,7 +32,7 @@ class Grammar:
 
     @staticmethod
     def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a schema describes, its properties in their order and no others unless it says
+        """Allows JSON of a schema, with its properties in order; others only with
         ``additionalProperties``.
 
         Args:
@@ -53,12 +51,12 @@ class Grammar:
 
     @staticmethod
     def json_object() -> Grammar:
-        """Any JSON object."""
+        """Allows any JSON object."""
         return Grammar("json_schema", '{"type": "object"}')
 
     @staticmethod
     def regex(pattern: str) -> Grammar:
-        """Text that is a match of a regular expression as a whole; ``.`` takes line ends too.
+        """Allows text that fully matches a regular expression; ``.`` also matches line ends.
 
         Raises:
             ValueError: it is not text.
@@ -67,10 +65,10 @@ class Grammar:
 
     @staticmethod
     def ebnf(rules: str) -> Grammar:
-        """Text that rules derive from ``root``, written as llama.cpp's GBNF.
+        """Allows text that rules derive from ``root``, written as llama.cpp's GBNF.
 
         Raises:
-            ValueError: they are not text.
+            ValueError: it is not text.
         """
         return Grammar("ebnf", _text(rules))
 

@@ -1,4 +1,4 @@
-"""The store that an engine loads its graphs from, and where inductor compiles meanwhile."""
+"""The store that an engine loads its graphs from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_store() -> Path:
-    """The folder of the default store.
+    """Returns the folder of the default store.
 
     Raises:
         StoreError: the user's home is unknown.
@@ -40,11 +40,11 @@ def default_store() -> Path:
 
 @dataclass(frozen=True)
 class GraphStore:
-    """A backend, and the compile cache of inductor that belongs to its store.
+    """A backend, and the compile cache of inductor in its store.
 
     Args:
         backend: captures the graphs.
-        cache: None where inductor does not compile into the store.
+        cache: None if inductor does not compile into the store.
     """
 
     backend: str | Backend
@@ -52,7 +52,7 @@ class GraphStore:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inductor compiles into the store; the process is as before afterwards."""
+        """Makes inductor compile into the store; restores the environment afterwards."""
         wanted = {} if self.cache is None else self.cache.environment
         before = {name: os.environ.get(name) for name in wanted}
         try:
@@ -66,13 +66,13 @@ class GraphStore:
                     os.environ[name] = value
 
     def close(self) -> None:
-        """Lets other processes clean the cache."""
+        """Allows other processes to clean the cache."""
         if self.cache is not None:
             self.cache.__exit__()
 
 
 def open_store(backend: str, folder: Path) -> GraphStore:
-    """The backend of that name on the store in a folder.
+    """Opens the store in a folder for a backend.
 
     Raises:
         OSError, StoreError: the folder cannot be used.
@@ -87,12 +87,11 @@ def open_store(backend: str, folder: Path) -> GraphStore:
 
 
 def store_of(backend: str | Backend, store: bool | str | Path | None) -> GraphStore:
-    """The backend of an engine, on the store that its configuration asks for.
+    """Returns the backend of an engine, with the store of its configuration.
 
     Args:
         backend: a name, or an object, which has a store of its own or none.
-        store: its folder; True: the default one, or none where that or the backend cannot; else
-            none.
+        store: its folder; True: the default one, or none if that fails; else none.
 
     Raises:
         ConfigError: the folder that was asked for cannot be used, or not with this backend.
@@ -107,7 +106,7 @@ def store_of(backend: str | Backend, store: bool | str | Path | None) -> GraphSt
         )
     try:
         stored = open_store(backend, default_store() if store is True else Path(store))
-    except (OSError, RuntimeError) as error:  # a StoreError, or there is no home folder
+    except (OSError, RuntimeError) as error:  # a StoreError, or no home folder
         if store is not True:
             raise ConfigError(f"{error}") from error
         _log.warning("nothing is stored for the next start: %s", error)

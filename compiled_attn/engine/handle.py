@@ -1,4 +1,4 @@
-"""The handle of a request that another thread serves: its tokens as they come, and its result."""
+"""The handle of a request that another thread serves: streams its tokens, and has its result."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["RequestHandle", "wake"]
 
 class _Server(Protocol):
     def drop(self, handle: RequestHandle) -> None:
-        """Drops a request, if it has not ended by then."""
+        """Drops a request, if it has not finished by then."""
 
     def refuse_wait(self) -> None:
-        """Raises an error where waiting would not end: nobody serves, or only the caller does."""
+        """Raises an error if waiting would never end."""
 
 
 @dataclass(eq=False)
@@ -32,20 +32,19 @@ class RequestHandle:
 
     Its tokens are read once, by one reader: ``for event in handle`` in any thread, or ``async for
     event in handle`` in any event loop. A reader that stops early (``break``, an exception, a
-    coroutine that is cancelled) cancels the request. `result` and ``await handle`` wait for its end
-    and may be asked at any time, by any number; cancelling the coroutine that awaits it cancels it
-    too.
+    coroutine that is cancelled) cancels the request. Any number of callers may wait for its end
+    with `result` or ``await handle``; cancelling the coroutine that awaits it cancels it too.
 
     Args:
         prompt: token ids.
         sampling: how it is continued.
         salt: see `Engine.submit`.
         arrived_s: on the clock of `time.perf_counter`.
-        server: what serves it.
-        kept: what has to be there as long as it.
-        compiled: done when its grammar is compiled, or refused; None: it has none to wait for.
-        first: the continuation that computes the prompt for it, whose blocks it then finds; None:
-            it computes its own.
+        server: serves it.
+        keep_alive: an object that must live as long as the handle.
+        compiled: done when its grammar is compiled, or refused; None: nothing to wait for.
+        first: the continuation that computes its prompt, whose blocks it then shares; None: it
+            computes its own.
     """
 
     prompt: list[int]
@@ -53,33 +52,33 @@ class RequestHandle:
     salt: Salt
     arrived_s: float
     server: _Server = field(repr=False)
-    kept: object = field(repr=False)
+    keep_alive: object = field(repr=False)
     compiled: Future[None] | None = field(default=None, repr=False)
     first: RequestHandle | None = field(default=None, repr=False)
     has_begun: bool = field(default=False, init=False)
-    """Whether its prompt was computed, or it has ended."""
+    """Whether its prompt was computed, or it has finished."""
     request_id: int | None = field(default=None, init=False)
-    """Its id in the engine, the one of its events and its result; None while it waits outside."""
+    """Its id in the engine, that of its events and its result; None before the engine has it."""
     _events: deque[TokenEvent] = field(default_factory=deque, init=False, repr=False)
     _end: GenerationResult | Exception | None = field(default=None, init=False, repr=False)
     _readers: deque[_Waiter] = field(default_factory=deque, init=False, repr=False)
     _enders: deque[_Waiter] = field(default_factory=deque, init=False, repr=False)
 
     @property
-    def has_ended(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether it has finished, was cancelled or failed; tokens may still be unread."""
         return self._end is not None
 
     @property
     def may_enter(self) -> bool:
-        """Whether it waits for nothing before its engine has it."""
+        """Whether its engine can have it now."""
         is_compiled = self.compiled is None or self.compiled.done()
         return is_compiled and (self.first is None or self.first.has_begun)
 
     def cancel(self) -> None:
-        """Drops it, from any thread and at once or after the step that runs; its blocks are free.
+        """Cancels it, from any thread, at the latest after the running step; frees its blocks.
 
-        What was told by then can still be read. One that has ended stays as it is.
+        Tokens that exist by then can still be read. A finished request stays as it is.
         """
         if self._end is None:
             self.server.drop(self)
@@ -93,11 +92,11 @@ class RequestHandle:
         Raises:
             RequestCancelled: it was cancelled.
             EngineStopped: its engine was stopped or failed.
-            TimeoutError: it has not ended by then; it goes on.
-            RuntimeError: it has not ended, and this is the thread that serves it.
+            TimeoutError: it has not finished by then, and keeps running.
+            RuntimeError: it has not finished, and this is the thread that serves it.
         """
         self._wait(self._enders, self._is_over, timeout)
-        return self._outcome()
+        return self._end_result()
 
     def __iter__(self) -> Iterator[TokenEvent]:
         try:
@@ -125,10 +124,10 @@ class RequestHandle:
         except BaseException:
             self.cancel()
             raise
-        return self._outcome()
+        return self._end_result()
 
     def put(self, event: TokenEvent) -> bool:
-        """Adds an event; for the thread that serves it. Whether it has to `wake` somebody."""
+        """Adds an event; for the serving thread. Returns whether a reader must be woken."""
         self._events.append(event)
         self.has_begun = True
         if event.result is not None:
@@ -137,12 +136,12 @@ class RequestHandle:
         return bool(self._readers)
 
     def fail(self, error: Exception) -> None:
-        """Ends it without a result; for the thread that serves it, which calls `wake` then."""
+        """Ends it without a result; for the serving thread, which then calls `wake`."""
         self._end, self.has_begun = error, True
 
     def waiters(self) -> Iterator[_Waiter]:
-        """Takes out who waits for what is there now; for `wake`."""
-        for waiters in (self._readers, self._enders)[: 1 + self.has_ended]:
+        """Removes and yields the waiters to wake; for `wake`."""
+        for waiters in (self._readers, self._enders)[: 1 + self.has_finished]:
             while waiters:
                 yield waiters.popleft()
 
@@ -153,22 +152,22 @@ class RequestHandle:
         return bool(self._events) or self._end is not None
 
     def _take(self) -> TokenEvent | None:
-        """The next event; None if there is none after the last."""
-        end = self._end  # before the events: what led to it is among these then
+        """Returns the next event; None after the last."""
+        end = self._end  # read before the events, which then include the last one
         if self._events:
             return self._events.popleft()
         if isinstance(end, Exception):
             raise end
         return None
 
-    def _outcome(self) -> GenerationResult:
+    def _end_result(self) -> GenerationResult:
         if isinstance(self._end, Exception):
             raise self._end
         assert self._end is not None
         return self._end
 
-    # A waiter is there before the last look at what it waits for, and whoever changes that looks
-    # for waiters afterwards: so none waits for what has come. One that came too late is harmless.
+    # A waiter registers before its last check of the condition, and the serving thread looks for
+    # waiters after it changed the condition: so no wake-up is lost. A spurious one is harmless.
 
     def _wait(
         self, waiters: deque[_Waiter], is_there: Callable[[], bool], timeout: float | None
@@ -176,14 +175,14 @@ class RequestHandle:
         seconds = -1 if timeout is None else max(0, timeout)
         while not is_there():
             self.server.refuse_wait()
-            flag = threading.Lock()  # faster than an Event, and for one waiter as good
+            flag = threading.Lock()  # faster than an Event, and enough for one waiter
             flag.acquire()
             waiters.append(waiter := _Waiter(flag))
             if not is_there() and not flag.acquire(timeout=seconds):
                 with contextlib.suppress(ValueError, IndexError):  # it was woken just now
                     waiters.remove(waiter)
                 raise TimeoutError(
-                    f"expected the request to end within {timeout:g} s, got "
+                    f"expected the request to finish within {timeout:g} s, got "
                     f"{len(self._events)} unread tokens by then: wait longer, or cancel it"
                 )
 
@@ -198,7 +197,7 @@ class RequestHandle:
 
 
 class _Waiter:
-    """A reader that sleeps: a thread at a lock that it has taken, or a coroutine at a future."""
+    """A sleeping reader: a thread that blocks on a lock, or a coroutine that awaits a future."""
 
     __slots__ = ("flag", "loop")
 
@@ -207,7 +206,7 @@ class _Waiter:
 
 
 def wake(handles: Iterable[RequestHandle]) -> None:
-    """Wakes who waits for these handles, the readers of an event loop together."""
+    """Wakes the waiters of these handles, those of one event loop together."""
     of_loops: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, Any]]] = {}
     for handle in handles:
         for waiter in handle.waiters():
@@ -218,7 +217,7 @@ def wake(handles: Iterable[RequestHandle]) -> None:
     for loop, those in of_loops.items():
         try:
             loop.call_soon_threadsafe(_resolve, [future for _, future in those])
-        except RuntimeError:  # the loop is closed, and nobody will read
+        except RuntimeError:  # the loop is closed
             for handle, _ in those:
                 handle.cancel()
 

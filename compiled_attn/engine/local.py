@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
-from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, FittedStep
+from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
 from compiled_attn.engine.graph_store import store_of
 from compiled_attn.engine.kernel import chosen_kernel, packs
-from compiled_attn.engine.logprobs import ScoredToken
-from compiled_attn.engine.sampler import logits_wanted, sampled
+from compiled_attn.engine.logprobs import RowResult
+from compiled_attn.engine.sampler import logits_needed, sample_step
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
@@ -30,7 +30,7 @@ from compiled_attn.ops.fusion import FuseLinears
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
 from compiled_attn.step import BatchBuilder, RequestTable
-from compiled_attn.step.form import Plan
+from compiled_attn.step.layout import Plan
 from graphs import (
     Bucket,
     BucketEvent,
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 class LocalExecutor:
     """Computes steps in this process.
 
-    The first step that no bucket holds whole is logged.
+    Logs the first step that does not fit any bucket as a whole.
 
     Args:
         model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
@@ -64,13 +64,13 @@ class LocalExecutor:
     Attributes:
         config: as given.
         sizing: context, blocks and buckets; after the warmup the buckets that were captured.
-        looks_ahead: whether a step may begin before the tokens of the one before are read.
-        eos: tokens that end a text of the model.
-        copies: of blocks of the cache.
+        schedules_ahead: see `Executor`.
+        eos: end-of-sequence tokens of the model.
+        copies: copies blocks of the cache.
 
     Raises:
         ConfigError: the sizes do not fit each other or the model.
-        graphs.CaptureError: there is no such backend here.
+        graphs.CaptureError: the backend is not available.
         ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
     """
 
@@ -82,15 +82,15 @@ class LocalExecutor:
         backend = resolve(self._store.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
         self.sizing = sizing = self._sizing_of(model)
-        self.looks_ahead = config.look_ahead and model.device.type != "cpu"
+        self.schedules_ahead = config.async_scheduling and model.device.type != "cpu"
         self.eos = eos_tokens(model)
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
         self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
         packed = packs(model, config, self.kernel)
-        self.module = PagedCausalLM(model, self.cache, sizing.form, packed)
+        self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
         options = self._backend_options(model)
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
-        load()  # the sampler's kernel, before the first step wants it
+        load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"
         self._steps: Steps = (
             HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
@@ -101,15 +101,15 @@ class LocalExecutor:
             self._steps.padding,
             backend=spec,
             workers=config.warmup_workers,
-            symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
+            symbolic=() if backend.why_no_symbolic() else sizing.layout.symbolic,
             journal=config.warmup_journal,
             timed_runs=timed_runs,
             **self._steps.options,
         )
         self.copies = BlockSwap(
             self.cache,
-            # Copies take as long as memory does: of the CPU op by op as compiled, which costs a
-            # large model seconds of its warmup.
+            # Copies are bound by memory: on the CPU eager is as fast as compiled code, which costs
+            # a large model seconds of its warmup.
             pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
             backend="eager" if on_cpu else self._store.backend,
             strict=config.strict,
@@ -117,17 +117,13 @@ class LocalExecutor:
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self._plan_notes: Mapping[str, str] = {}
-        self._has_told_cut = self._is_attached = False
+        self._has_logged_cut = self._is_attached = False
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
-        return Sizing.of(model, self.config, self.kernel.form)
+        return Sizing.of(model, self.config, self.kernel.layout)
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Options of the backend.
-
-        `_onednn` then has the layers that were measured for these, `_replays` the replays of the
-        graphs.
-        """
+        """Options of the backend; sets `_onednn` and `_replays`, which `report` describes."""
         self._onednn: set[tuple[int, int]] = set()
         self._replays: Replays | None = None
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
@@ -137,22 +133,22 @@ class LocalExecutor:
         self._replays = Replays(replayer, verify=True) if replayer else None
         replayed = {"replays": self._replays}
         if self.kernel.name != "native" or not for_cpu():
-            # What is measured is kept beside the kernels, and stored graphs need it at each start.
+            # Measured sizes are cached with the kernels; stored graphs need them at each start.
             return {"options": for_cpu() | joined} | replayed
         self._onednn = onednn_sizes(model, tuning())
         return {"options": for_cpu(self._onednn) | joined} | replayed
 
     def attach(self) -> None:
-        """Notes that an engine serves with it, see `Executor.attach`."""
+        """See `Executor.attach`."""
         if self._is_attached:
             raise RuntimeError(
-                "expected an executor of no engine, got one that an engine has: make another one, "
+                "expected an unused executor, got one that another engine uses: make another one, "
                 "as two engines would write the same blocks"
             )
         self._is_attached = True
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
-        """Captures every bucket and the block copies, see `Executor.warmup`."""
+        """See `Executor.warmup`."""
         try:
             with (
                 self._store.capturing(),
@@ -160,7 +156,7 @@ class LocalExecutor:
             ):
                 group = WarmupGroup(self.graphs, *self._steps.others, self.copies)
                 whole = group.warmup(progress)
-        except CaptureError:  # of the copies; what is missing of the steps says more
+        except CaptureError:  # of the copies; an error of the steps says more
             if self.graphs.report is not None:
                 self._captured()
             raise
@@ -172,7 +168,7 @@ class LocalExecutor:
         return whole
 
     def _captured(self) -> list[Bucket]:
-        """The buckets of steps that serve; raises CaptureError where they do not suffice."""
+        """Returns the captured buckets; raises CaptureError if they do not suffice."""
         report = self.graphs.report or WarmupReport((), 0.0)
         captured = [result.bucket for result in report.captured]
         missing = [result for result in report.results if result.status != "captured"]
@@ -180,12 +176,12 @@ class LocalExecutor:
             raise CaptureError(
                 f"step[{missing[0].bucket}]",
                 f"{missing[0].error}; {len(missing)} of {len(report.results)} buckets are not "
-                "captured: mend the cause, or serve from the others with strict=False",
+                "captured: fix the cause, or serve from the others with strict=False",
             )
         return captured
 
     def close(self) -> None:
-        """Frees the graphs; the executor serves no more. A second call does nothing."""
+        """Frees the graphs; the executor cannot be used afterwards. A second call does nothing."""
         for manager in (self.graphs, *self._steps.others):
             manager.close()
         self.copies.close()
@@ -195,8 +191,8 @@ class LocalExecutor:
         """Raises `compiled_attn.hf.ModelChanged` unless the model is as it was at the warmup."""
         self.module.check_unchanged()
 
-    def fit(self, step: ScheduledStep, table: RequestTable) -> FittedStep:
-        """The step, cut until a captured bucket holds it, see `Executor.fit`."""
+    def plan(self, step: ScheduledStep, table: RequestTable) -> PlannedStep:
+        """See `Executor.plan`."""
         parts, wanted, largest = step, None, None
         while True:
             plan = self._plan(parts, table)
@@ -210,26 +206,26 @@ class LocalExecutor:
                     raise
             else:
                 if parts is not step:
-                    self._tell_cut(wanted, largest)
-                return FittedStep(parts, plan, bucket, wanted)
+                    self._log_cut(wanted, largest)
+                return PlannedStep(parts, plan, bucket, wanted)
 
-    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
-        """The token after each part, or why there is none, see `Executor.run`."""
+    def launch(self, step: PlannedStep) -> Sequence[RowResult]:
+        """See `Executor.launch`."""
         with torch.no_grad():
-            return self._steps.run(self.graphs, step)
+            return self._steps.launch(self.graphs, step)
 
-    def finite_blocks(self, places: NDArray[np.int64]) -> int:
-        """How many of the blocks at ``places [n]`` are finite, up to the first that is not."""
-        at = torch.from_numpy(places).to(self.module.model.device)
+    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
+        """See `Executor.finite_blocks`."""
+        at = torch.from_numpy(blocks).to(self.module.model.device)
         sound = torch.ones_like(at, dtype=torch.bool)
         for buffer in self.cache.buffers():
             if buffer.is_floating_point():
-                blocks = buffer.unflatten(0, (self.cache.num_blocks, -1))[at]
-                sound &= torch.isfinite(blocks.float()).flatten(1).all(1)
+                values = buffer.unflatten(0, (self.cache.num_blocks, -1))[at]
+                sound &= torch.isfinite(values.float()).flatten(1).all(1)
         return int(sound.cumprod(0).sum())
 
     def report(self) -> ExecutorReport:
-        """Kernel, backend and fallbacks."""
+        """See `Executor.report`."""
         native = self.kernel.name == "native"
         return ExecutorReport(
             self.config.backend_name,
@@ -260,15 +256,15 @@ class LocalExecutor:
             step.starts,
             step.counts,
             step.tokens(),
-            logits_wanted(step),
+            logits_needed(step),
         )
-        return self.sizing.form.plan(rows)
+        return self.sizing.layout.plan(rows)
 
-    def _tell_cut(self, wanted: dict[str, int], largest: Bucket | None) -> None:
-        if not self._has_told_cut:
-            self._has_told_cut = True
+    def _log_cut(self, wanted: dict[str, int], largest: Bucket | None) -> None:
+        if not self._has_logged_cut:
+            self._has_logged_cut = True
             _log.warning(
-                "no bucket holds a step that needs %s, so it is cut into smaller ones: the largest "
+                "no bucket fits a step that needs %s, so it is cut into smaller ones: the largest "
                 "bucket is %s; plan or add larger ones",
                 Bucket(**wanted),
                 largest,
@@ -276,10 +272,10 @@ class LocalExecutor:
 
 
 def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None) -> Executor:
-    """The executor of an engine: one of this process for a model, or the one that is given.
+    """Returns the given executor, or makes one for a model.
 
     Raises:
-        ConfigError: that one was made with another configuration; or see `LocalExecutor`.
+        ConfigError: the executor was made with another configuration; or see `LocalExecutor`.
         TypeError: it is neither a model nor an executor.
     """
     model = unwrapped(model)
@@ -298,12 +294,12 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
 
 
 class Steps(Protocol):
-    """How the steps of a model get to its graphs, and tokens back.
+    """Runs the steps of a model from its graphs.
 
     Attributes:
-        module: what is captured for each bucket.
+        module: captured for each bucket.
         options: of its capture.
-        others: graphs beside those of the buckets.
+        others: further graphs.
     """
 
     module: nn.Module
@@ -311,20 +307,17 @@ class Steps(Protocol):
     others: Sequence[WarmupManager]
 
     def padding(self, bucket: Bucket) -> Any:
-        """Inputs of padding alone, to capture a bucket with."""
+        """Returns inputs of padding alone, to capture a bucket with."""
 
-    def run(self, graphs: WarmupManager, step: FittedStep) -> Sequence[int | str | ScoredToken]:
-        """The token after each part of a step, or why there is none, see `Executor.run`."""
+    def launch(self, graphs: WarmupManager, step: PlannedStep) -> Sequence[RowResult]:
+        """See `Executor.launch`."""
 
 
 class HostSteps:
-    """The steps of a model on the CPU.
+    """Runs the steps of a model on the CPU; attributes are those of `Steps`.
 
     Args:
-        model: what computes them.
-
-    Attributes:
-        module, options, others: see `Steps`.
+        model: computes the steps.
     """
 
     options: Mapping[str, Any] = {}
@@ -332,16 +325,16 @@ class HostSteps:
 
     def __init__(self, model: PagedCausalLM) -> None:
         self.module: nn.Module = model
-        self.padding = model.form.padding
+        self.padding = model.layout.padding
 
-    def run(self, graphs: WarmupManager, step: FittedStep) -> list[int | str | ScoredToken]:
+    def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
         """See `Steps`."""
         logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
-        return sampled(logits, step.parts, step.plan.rows.logits)
+        return sample_step(logits, step.parts, step.plan.rows.logits)
 
 
 def _shorter(step: ScheduledStep) -> ScheduledStep:
-    """The step without its last request, or half of its only request's tokens."""
+    """Drops the last request of a step, or half of the tokens of its only one."""
     if len(step) > 1:
         return step[:-1]
     only = step[0]

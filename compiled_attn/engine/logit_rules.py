@@ -1,4 +1,4 @@
-"""Rules that change logits before a token is taken: grammars, biases, penalties, ends that wait.
+"""Rules that change logits before sampling: grammars, biases, `min_tokens`, penalties.
 
 The order is that of vLLM: the mask of a grammar, biases and `min_tokens`, then the penalties.
 """
@@ -23,25 +23,25 @@ _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class SeenTokens:
-    """The distinct tokens of a growing text; each new token is counted once, where it stands.
+    """Counts the distinct tokens of a growing text incrementally.
 
     Args:
-        prompt_len: the first tokens of the text, which were not generated.
+        prompt_len: tokens of the text that were not generated.
     """
 
     def __init__(self, prompt_len: int) -> None:
         self._prompt_len = prompt_len
-        self._counted = -1  # tokens of the text; -1: they are to be counted from the first on
+        self._counted = -1  # tokens of the text; -1: none yet
         self._place: dict[int, int] = {}
         self._ids = self._counts = np.zeros(0, np.int64)
 
     def of(self, text: Sequence[int]) -> tuple[Ints, Ints]:
-        """Ids ``[n]`` of the tokens of a text, and how often each was generated: views.
+        """Returns ids ``[n]`` of the tokens of a text, and how often each was generated: views.
 
         Args:
-            text: that of the call before, maybe with more tokens.
+            text: that of the previous call, maybe with more tokens.
         """
-        counted, self._counted = self._counted, -1  # an interrupt leaves it to be done again
+        counted, self._counted = self._counted, -1  # an exception leaves it to be counted again
         if counted < 0:
             self._count_all(np.array(text, np.int64))
         else:
@@ -70,7 +70,7 @@ class SeenTokens:
 
 
 class LogitRules:
-    """What the settings of one request do to its logits, as arrays that are made once.
+    """The logit changes of one request, as arrays that are made once.
 
     Args:
         params: its settings.
@@ -97,7 +97,7 @@ class LogitRules:
         self.seen = SeenTokens(prompt_len)
 
     def held_ends(self, text: Sequence[int], vocab: int) -> NDArray[np.int64]:
-        """Tokens that may not follow a text, as it is too short."""
+        """Returns the end tokens that may not follow a text yet."""
         is_short = len(text) - self._prompt_len < self.params.min_tokens
         return self.ends[self.ends < vocab] if is_short else self.ends[:0]
 
@@ -108,13 +108,13 @@ def shaped(
     rules: Sequence[LogitRules],
     texts: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Some rows of logits as the rules of each want them, all at once.
+    """Applies the rules of some rows to their logits, all at once.
 
     Args:
         logits: ``[R, vocab]``, any float dtype; not changed.
         rows: n of them.
         rules: n, one for each row.
-        texts: of each row the tokens so far, prompt included.
+        texts: n, the tokens of each row so far, prompt included.
 
     Returns:
         ``[n, vocab]``, float32, or float64 where the logits are.
@@ -123,12 +123,12 @@ def shaped(
     made = logits.index_select(0, at).to(torch.promote_types(logits.dtype, torch.float32))
     constrain(made, [rule.constraint for rule in rules], texts)
     pairs = [*zip(rules, texts, strict=True)]
-    made[_places([rule.bias_ids for rule in rules], made)] += torch.from_numpy(
+    made[_index([rule.bias_ids for rule in rules], made)] += torch.from_numpy(
         np.concatenate([rule.biases for rule in rules])
     ).to(made)
-    made[_places([rule.held_ends(text, made.shape[1]) for rule, text in pairs], made)] = -torch.inf
+    made[_index([rule.held_ends(text, made.shape[1]) for rule, text in pairs], made)] = -torch.inf
     seen = [rule.seen.of(text) if rule.params.penalises else _NOTHING for rule, text in pairs]
-    places = _places([ids for ids, _ in seen], made)
+    places = _index([ids for ids, _ in seen], made)
     counts = torch.from_numpy(np.concatenate([counts for _, counts in seen])).to(made)
     made[places] = _penalised(made[places], counts, [rule.params for rule in rules], places[0])
     return made
@@ -137,7 +137,7 @@ def shaped(
 def _penalised(
     values: Tensor, counts: Tensor, params: Sequence[SamplingParams], rows: Tensor
 ) -> Tensor:
-    """Logits ``[n]`` of tokens that were seen, and generated ``counts [n]`` times, in ``rows``."""
+    """Penalises logits ``[n]`` of seen tokens, generated ``counts [n]`` times, in ``rows``."""
     repetition, presence, frequency = (
         torch.tensor([getattr(each, name) for each in params]).to(values)[rows]
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -146,8 +146,8 @@ def _penalised(
     return values - frequency * counts - presence * (counts > 0)
 
 
-def _places(ids: Sequence[NDArray[np.int64]], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and tokens of the ids of each row, one row after the other."""
+def _index(ids: Sequence[NDArray[np.int64]], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the ids of each row, one row after the other."""
     rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     at, tokens = (torch.from_numpy(each).to(logits.device) for each in (rows, np.concatenate(ids)))
     return at, tokens

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under the model's own logits, before any setting changes these."""
+"""The result of a row of logits, and log-probabilities before any setting changes the logits."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["ScoredToken", "TokenLogprobs", "logprobs_of", "most_likely"]
+__all__ = ["RowResult", "TokenLogprobs", "logprobs_of", "most_likely"]
 
-_SPARE = 1024  # chunks beyond twice the wanted ones, before rows are taken one by one
+_SPARE = 1024  # chunks beyond twice the count, before rows are handled one by one
 _CHUNK = 32
 _WIDE = 64 * _CHUNK  # vocabularies below it are looked at whole
 _LOW = 0xFFFFFFFF
 
 
 def most_likely(logits: Tensor, count: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Values and ids ``[R, count]`` of the largest logits of each row, of equal ones the lower id.
+    """Returns values and ids ``[R, count]`` of the largest logits of each row; ties go to the lower
+    id.
 
     The k largest of a row are in those chunks of 32 tokens whose maxima are not below the k-th
     largest maximum. Chunk ``j`` of ``C`` holds the tokens ``j, j + C, ...``, so that finding the
-    maxima is one pass of plain vector maxima; tokens behind the last whole chunk are chunks of
-    their own.
+    maxima is one pass of plain vector maxima; tokens after the last whole chunk are chunks of one.
 
     Args:
-        logits: ``[R, vocab]``, any float dtype; those of float64 are compared as float32.
-        count: how many are wanted; as many as there are, at most.
+        logits: ``[R, vocab]``, any float dtype; float64 is compared as float32.
+        count: how many to return; at most the whole vocabulary.
     """
     vocab = logits.shape[1]
     count = min(count, vocab)
@@ -44,10 +44,10 @@ def most_likely(logits: Tensor, count: int) -> tuple[NDArray[np.float64], NDArra
 
 
 def _by_chunks(logits: Tensor, maxima: Tensor, chunks: int, count: int) -> NDArray[np.int64]:
-    # With all whose maximum equals that of the last: in each may be a token of a lower id.
+    # Include all chunks that tie with the last maximum: each may have a token of a lower id.
     largest, at = maxima.topk(min(count, maxima.shape[1]), sorted=False)
     wanted = int((maxima >= largest.amin(1, keepdim=True)).sum(1).max())
-    if wanted > 2 * count + _SPARE and len(logits) > 1:  # one row of equals is not for all
+    if wanted > 2 * count + _SPARE and len(logits) > 1:  # one row of ties must not slow all
         rows = zip(logits.split(1), maxima.split(1), strict=True)
         return np.concatenate([_by_chunks(*row, chunks, count) for row in rows])
     if wanted > at.shape[1]:
@@ -56,7 +56,7 @@ def _by_chunks(logits: Tensor, maxima: Tensor, chunks: int, count: int) -> NDArr
     steps = torch.arange(_CHUNK, device=logits.device) * chunks
     members = at[:, :, None] + torch.where(at[:, :, None] < chunks, steps, steps[-1])
     members = members.flatten(1)
-    # Chunks of one are listed as often as the others have members: only the first counts.
+    # A chunk of one is gathered 32 times: only the first counts.
     keys = _keys(logits.gather(1, members), members.cpu().numpy())
     alone = np.repeat(at.cpu().numpy() >= chunks, _CHUNK, axis=1)
     alone[:, ::_CHUNK] = False
@@ -65,7 +65,7 @@ def _by_chunks(logits: Tensor, maxima: Tensor, chunks: int, count: int) -> NDArr
 
 
 def _keys(values: Tensor, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Integers in the order of the values, 32 bits, and of the ids turned round, 32 bits."""
+    """Sort keys: 32 bits of the value, then 32 bits of the inverted id."""
     bits = (values.float().cpu() + 0.0).contiguous().view(torch.int32).numpy()  # no -0.0
     keys: NDArray[np.int64] = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)
     keys <<= 32
@@ -79,7 +79,6 @@ def _ids(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _first(keys: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The ``count`` largest of each row, the largest first."""
     return np.sort(_largest(keys, count), axis=1)[:, ::-1]
 
 
@@ -92,13 +91,13 @@ def _largest(keys: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of a token, and the most likely tokens at its place.
+    """The log-probability of a token, and the most likely tokens at its position.
 
     Args:
         token: its id.
         logprob: natural logarithm of its probability.
-        top: ids and log-probabilities of the most likely tokens, the likeliest first; of equal
-            ones the lower id.
+        top: ids and log-probabilities of the most likely tokens, the likeliest first; ties go to
+            the lower id.
     """
 
     token: int
@@ -106,29 +105,31 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class ScoredToken(NamedTuple):
-    """A token of a step with the log-probabilities that its request wants.
+class RowResult(NamedTuple):
+    """What a step yields for one request: its next token, or an error.
 
     Args:
-        token: its id.
-        logprobs: its own; None where they are not wanted.
-        prompt: of the tokens of the prompt that follow those which the step computed.
+        token: id of the next token; None with an error.
+        error: why there is none, else "".
+        logprobs: of the token, if the request asks for them.
+        prompt_logprobs: of the prompt tokens that follow those which the step computed.
     """
 
-    token: int
+    token: int | None = None
+    error: str = ""
     logprobs: TokenLogprobs | None = None
-    prompt: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 def logprobs_of(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """The log-probability of a token of each row, and of the most likely ones, all rows at once.
+    """Computes log-probabilities of one token of each row and of the most likely ones.
 
     Args:
         logits: ``[R, vocab]``, any float dtype.
         tokens: R ids.
-        counts: how many of the most likely ones are wanted of each row.
+        counts: how many of the most likely tokens to return for each row.
     """
     rows = torch.arange(len(logits), device=logits.device)
     at = torch.tensor(tokens, device=logits.device)

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it steps it, and others leave requests for it."""
+"""The thread that owns an engine: it runs the steps, other threads queue requests for it."""
 
 from __future__ import annotations
 
@@ -8,49 +8,84 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from compiled_attn.engine.engine import Engine
+from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.handle import RequestHandle, wake
 from compiled_attn.engine.request_state import TokenEvent
+from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
+from graphs import WarmupReport
 
-__all__ = ["Owner"]
+__all__ = ["OwnedEngine", "Owner"]
 
 Seen = TypeVar("Seen")
 
 _REMEDY = "make another AsyncEngine"
 
 
-class Owner:
-    """Serves handles in a thread of its own until it is stopped.
+class OwnedEngine(Protocol):
+    """What an `Owner` needs of an engine."""
 
-    The thread sleeps while there is nothing to do. It is a daemon, so that it keeps no interpreter
-    from exiting.
+    config: EngineConfig
+    warmup_report: WarmupReport | None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to compute or to return."""
+
+    def warmup(self, progress: Callable[..., None] | None = None) -> WarmupReport:
+        """Captures the graphs."""
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        salt: Salt = None,
+        arrived_s: float | None = None,
+    ) -> int:
+        """Queues a request and returns its id."""
+
+    def step(self) -> list[TokenEvent]:
+        """Computes one step and returns its tokens."""
+
+    def abort(self, request_id: int) -> None:
+        """Drops a request; raises KeyError if it is not open."""
+
+
+class Owner:
+    """Serves requests in a thread of its own until it is stopped.
+
+    The thread sleeps while there is nothing to do. It is a daemon, so that it does not keep the
+    interpreter from exiting.
 
     Args:
-        engine: that nobody else uses; warmed up here if it is not yet.
+        engine: used by this thread alone; warmed up here if it is not yet.
         max_waiting: requests beyond the `max_seqs` that run.
         progress: of the warmup.
     """
 
     def __init__(
-        self, engine: Engine, max_waiting: int, progress: Callable[..., None] | None
+        self, engine: OwnedEngine, max_waiting: int, progress: Callable[..., None] | None
     ) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
         self._progress = progress
         self._settings = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._process = os.getpid()
-        self._changed = threading.Condition()  # guards what follows, but for the thread's own
+        self._changed = threading.Condition()  # guards what follows, except the thread's own
         self._inbox: deque[RequestHandle] = deque()
-        self._unwanted: deque[RequestHandle] = deque()
-        self._looks: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._cancelled: deque[RequestHandle] = deque()
+        self._calls: deque[tuple[Callable[[Any], Any], Future[Any]]] = deque()
         self._stop_after: str | None = None  # "all" requests, or "step"
         self._why_ended: EngineStopped | None = None
-        self._outside: list[RequestHandle] = []  # the thread's own: they may not enter yet
+        self._outside: list[
+            RequestHandle
+        ] = []  # the thread's own: these wait for a grammar or for another request
         self._open: dict[int, RequestHandle] = {}  # the thread's own
         self._is_stepping = False  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -63,19 +98,19 @@ class Owner:
 
     @property
     def most(self) -> int:
-        """Requests that it has at a time."""
+        """Requests that it accepts at a time."""
         return self._max_waiting + self._engine.config.max_seqs
 
     def take(self, handles: Sequence[RequestHandle]) -> None:
         """Queues requests, all of them or none.
 
         Raises:
-            EngineStopped: nobody would serve them.
+            EngineStopped: the thread does not serve.
             QueueFull: too many wait.
         """
         with self._while_serving():
-            there = len(self._inbox) + len(self._outside) + len(self._open)
-            if there + len(handles) > self.most:
+            held = len(self._inbox) + len(self._outside) + len(self._open)
+            if held + len(handles) > self.most:
                 more = (
                     "one more" if len(handles) == 1 else f"{len(handles)} more that belong together"
                 )
@@ -87,42 +122,42 @@ class Owner:
             self._inbox.extend(handles)
             self._changed.notify()
 
-    def look_again(self) -> None:
-        """Wakes the thread: what a request waits for outside has come."""
+    def notify(self) -> None:
+        """Wakes the thread: a grammar is compiled."""
         with self._changed:
             self._changed.notify()
 
     def drop(self, handle: RequestHandle) -> None:
-        """Cancels a request, if it has not ended by then."""
+        """Cancels a request, if it has not finished by then."""
         if os.getpid() != self._process:
             return
         with self._changed:
-            self._unwanted.append(handle)
+            self._cancelled.append(handle)
             self._changed.notify()
 
-    def look(self, look: Callable[[Engine], Seen]) -> Seen:
-        """What a look at the engine gives, between two steps; at once in the engine's own thread.
+    def call(self, function: Callable[[Any], Seen]) -> Seen:
+        """Calls a function with the engine between two steps; at once in the engine's own thread.
 
         Raises:
-            EngineStopped: nobody would look.
+            EngineStopped: the thread does not serve.
             RuntimeError: it is called from within a step.
         """
         seen: Future[Seen] = Future()
         with self._while_serving():
             if not self._is_own_thread:
-                self._looks.append((look, seen))
+                self._calls.append((function, seen))
                 self._changed.notify()
         if not self._is_own_thread:
             return seen.result()
         if self._is_stepping:
             raise RuntimeError(
-                "expected a look between two steps, got one from within a step, which would wait "
-                "for itself: look from another thread"
+                "expected a call between two steps, got one from within a step, which would wait "
+                "for itself: call from another thread"
             )
-        return look(self._engine)
+        return function(self._engine)
 
     def stop(self, *, drain: bool, timeout: float | None) -> bool:
-        """Ends the thread, after all requests or after the step that runs; whether it has ended."""
+        """Ends the thread, after all requests or the running step; returns whether it ended."""
         if os.getpid() != self._process:
             return True
         with self._changed:
@@ -134,25 +169,25 @@ class Owner:
         return not self._thread.is_alive()
 
     def refuse_fork(self) -> None:
-        """Raises EngineStopped in a process that was forked: the thread is not there."""
+        """Raises EngineStopped in a forked process, which does not have the thread."""
         if os.getpid() != self._process:
             raise EngineStopped(
-                "expected the process that made the engine, got one that was forked from it, where "
-                f"nothing serves: {_REMEDY} here"
+                "expected the process that made the engine, got one forked from it, where no "
+                f"thread serves: {_REMEDY} here"
             )
 
     def refuse_wait(self) -> None:
-        """Raises an error where a wait for a request would not end.
+        """Raises an error if waiting for a request would never end.
 
         Raises:
-            EngineStopped: in a process that was forked.
+            EngineStopped: in a forked process.
             RuntimeError: in the thread that serves the requests.
         """
         self.refuse_fork()
         if self._is_own_thread:
             raise RuntimeError(
                 "expected a thread that waits for the engine's, got the engine's own thread, which "
-                "would wait for itself: read requests in another thread, or when they have ended"
+                "would wait for itself: read requests in another thread, or when they have finished"
             )
 
     @property
@@ -161,8 +196,8 @@ class Owner:
 
     @contextlib.contextmanager
     def _while_serving(self) -> Iterator[None]:
-        """Holds the lock; raises EngineStopped where nobody serves."""
-        self.refuse_fork()  # before the lock, which nobody may ever release there
+        """Holds the lock; raises EngineStopped if the thread does not serve."""
+        self.refuse_fork()  # before the lock, which may be held forever there
         with self._changed:
             if (error := self._why_stopped()) is not None:
                 raise error from error.__cause__
@@ -182,8 +217,8 @@ class Owner:
                 self._warm_up()
                 while self._has_work():
                     self._enter_all()
-                    self._drop_unwanted()
-                    self._look()
+                    self._drop_cancelled()
+                    self._run_calls()
                     if self._engine.has_work:
                         self._deliver(self._step())
         except _StoppedEarly:
@@ -201,16 +236,16 @@ class Owner:
 
     def _warm_up(self) -> None:
         if self._engine.warmup_report is None:
-            self._engine.warmup(self._told)
+            self._engine.warmup(self._report_progress)
 
-    def _told(self, *event: Any) -> None:
+    def _report_progress(self, *event: Any) -> None:
         if self._progress is not None:
             self._progress(*event)
         if self._stop_after == "step":
             raise _StoppedEarly
 
     def _has_work(self) -> bool:
-        """Waits for some; False when there are none left, or none are to be done."""
+        """Waits for work; False if there is none left, or it must stop."""
         with self._changed:
             while True:
                 may_enter = bool(self._inbox) or any(each.may_enter for each in self._outside)
@@ -218,7 +253,7 @@ class Owner:
                 is_done = not (has_work or self._outside)
                 if self._stop_after == "step" or (self._stop_after and is_done):
                     return False
-                if has_work or self._unwanted or self._looks:
+                if has_work or self._cancelled or self._calls:
                     return True
                 self._changed.wait()
 
@@ -230,7 +265,7 @@ class Owner:
             self._outside.remove(handle)
             try:
                 self._enter(handle)
-            except Exception as error:  # its own, such as of a bucket that the warmup lost
+            except Exception as error:  # such as of a bucket that the warmup lost
                 handle.fail(error)
                 wake([handle])
             except BaseException:
@@ -245,72 +280,71 @@ class Owner:
         )
         self._open[handle.request_id] = handle
 
-    def _drop_unwanted(self) -> None:
-        """After all have entered that may: who cancels has submitted before."""
-        for _ in range(len(self._unwanted)):
-            handle = self._unwanted.popleft()
+    def _drop_cancelled(self) -> None:
+        for _ in range(len(self._cancelled)):
+            handle = self._cancelled.popleft()
             error = RequestCancelled(
-                "expected a request that goes on, got one that was cancelled: submit it again"
+                "expected a running request, got a cancelled one: submit it again"
             )
             if handle in self._outside:
                 handle.fail(error)
                 self._outside.remove(handle)
                 wake([handle])
-            elif handle.request_id is None and not handle.has_ended:
-                self._unwanted.append(handle)  # submitted since
+            elif handle.request_id is None and not handle.has_finished:
+                self._cancelled.append(handle)  # submitted since
             elif handle.request_id in self._open:
                 self._abort(handle, error)
 
-    def _look(self) -> None:
-        while self._looks:
-            look, seen = self._looks.popleft()
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, seen = self._calls.popleft()
             try:
-                seen.set_result(look(self._engine))
-            except Exception as error:  # the looker's own
+                seen.set_result(function(self._engine))
+            except Exception as error:  # of the function
                 seen.set_exception(error)
             except BaseException:
-                self._looks.appendleft((look, seen))  # where `_end` finds it
+                self._calls.appendleft((function, seen))  # where `_end` finds it
                 raise
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """Hands out the tokens of a step: without a lock, and readers are woken once."""
-        told = []
+        """Delivers the tokens of a step, without a lock; wakes each reader once."""
+        waiting = []
         for event in events:
             if (handle := self._open.get(event.request_id)) is None:
                 continue
             if handle.put(event):
-                told.append(handle)
+                waiting.append(handle)
             if event.result is not None:
                 del self._open[event.request_id]
-        wake(told)
+        wake(waiting)
 
     def _abort(self, handle: RequestHandle, error: Exception) -> None:
         assert handle.request_id is not None
         del self._open[handle.request_id]
         try:
-            with contextlib.suppress(KeyError):  # it has ended in a step that failed
+            with contextlib.suppress(KeyError):  # it finished in a step that failed
                 self._engine.abort(handle.request_id)
         finally:
             handle.fail(error)
             wake([handle])
 
     def _end(self, cause: BaseException | None) -> None:
-        """Nobody waits for what does not come: every request ends, and none is taken any more."""
+        """Fails every request and call, and refuses later ones."""
         got = "expected a request that is served to its end"
         with self._changed:
             self._why_ended = _stopped(got, cause)
             inbox = [*self._outside, *self._inbox]
             self._outside.clear()
             self._inbox.clear()
-            looks = [*self._looks]
-            self._looks.clear()
+            calls = [*self._calls]
+            self._calls.clear()
         for handle in inbox:
             handle.fail(_stopped(got, cause))
         wake(inbox)
-        for _, seen in looks:
+        for _, seen in calls:
             seen.set_exception(_stopped(got, cause))
         for handle in [*self._open.values()]:
-            with contextlib.suppress(BaseException):  # of an engine that cannot go on
+            with contextlib.suppress(BaseException):  # of an engine that cannot continue
                 self._abort(handle, _stopped(got, cause))
 
 

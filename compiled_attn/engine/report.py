@@ -1,19 +1,18 @@
-"""The report of an engine, gathered from its parts."""
+"""The report of an engine, collected from its parts."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from compiled_attn.engine.block_memory import BlockMemory
+from compiled_attn.engine.executor import Executor
+from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.tally import Percentiles, Series, StepRecord, Tally
-from graphs import WarmupReport, torch_features
+from graphs import WarmupReport, no_compile, torch_features
 
-if TYPE_CHECKING:
-    from compiled_attn.engine.engine import Engine
-
-__all__ = ["EngineReport", "StepInfo", "block_series", "info_of", "report_of"]
+__all__ = ["EngineReport", "StepInfo", "block_series"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,20 @@ class StepInfo:
     elapsed_s: float
     step: StepRecord | None = None
 
+    @staticmethod
+    def of(scheduler: Scheduler, tally: Tally, blocks: int, elapsed_s: float) -> StepInfo:
+        """Collects the state of an engine with so many blocks."""
+        return StepInfo(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_used=blocks - scheduler.pool.available,
+            blocks_total=blocks,
+            finished=tally.count("requests"),
+            generated_tokens=tally.count("generated_tokens"),
+            elapsed_s=elapsed_s,
+            step=tally.last,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
@@ -41,16 +54,16 @@ class EngineReport:
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks``, ``compiles_after_warmup`` and ``replays`` (of recorded graphs: steps and
     copies of blocks) come from the sentinel, ``fallbacks`` counts every degraded bucket pick and a
-    native kernel that failed to build, ``cut_steps`` the steps that no bucket held whole,
-    ``steps_ahead`` those that began before the tokens of the one before were there. ``kernel`` is
-    "native", or which portable kernel serves the causal and shared parts; ``kernel_notes`` says
-    why, in which forms it is fastest here, and on CUDA how many calls varlen serves.
+    native kernel that failed to build, ``cut_steps`` the steps that did not fit a bucket as a
+    whole, ``steps_ahead`` those that async scheduling launched ahead. ``kernel`` is "native", or
+    the portable kernel of the causal and shared parts; ``kernel_notes`` says why, which variants
+    are fastest here, and on CUDA how many calls varlen serves.
     ``memory`` has the copies of blocks: on write and to defragment, ``kv_cache`` the size of the
-    cache and what decided it (`CacheSize`), ``step_size`` the most tokens of a step and what
-    decided them (`StepSize`).
+    cache and the reason for it (`CacheSize`), ``step_size`` the most tokens of a step and the
+    reason (`StepSize`).
     ``ranks`` counts the processes that computed each step together.
     ``requests`` counts those that finished, ``failed_requests`` those of them that
-    ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
+    finished with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
     ``restarts`` how often an exception ended a step, after which all running requests were computed
     again. ``torch_features`` has "on", or why it is off, for each optional use of torch's internals
     (`graphs.torch_features`).
@@ -96,87 +109,79 @@ class EngineReport:
     ranks: int = 1
 
     def to_dict(self) -> dict[str, object]:
-        """The report as JSON-able values."""
+        """Returns the report as JSON-able values."""
         return asdict(self)
 
-
-def info_of(engine: Engine, elapsed_s: float) -> StepInfo:
-    """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
-    total = engine.sizing.num_blocks - 1
-    return StepInfo(
-        running=len(engine.scheduler.running),
-        waiting=len(engine.scheduler.waiting),
-        blocks_used=total - engine.pool.available,
-        blocks_total=total,
-        finished=engine.tally.count("requests"),
-        generated_tokens=engine.tally.count("generated_tokens"),
-        elapsed_s=elapsed_s,
-        step=engine.tally.last,
-    )
-
-
-def report_of(engine: Engine) -> EngineReport:
-    """What happened since the engine was made."""
-    executor, sentinel = engine.executor.report(), engine.sentinel
-    stats, steps, warm = engine.memory.stats(), executor.steps, engine.warmup_report
-    tally, busy = engine.tally, engine.tally["seconds"]
-    generated = tally.count("generated_tokens")
-    return EngineReport(
-        graphs=len(steps.captured) if steps else 0,
-        graphs_loaded=len(steps.loaded) if steps else 0,
-        compiled_graphs=steps.graphs if steps else 0,
-        graph_breaks=sentinel.graph_breaks,
-        compiles_after_warmup=sentinel.compiles + sentinel.late_builds,
-        fallbacks=executor.fallbacks,
-        warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
-        requests=tally.count("requests"),
-        failed_requests=tally.count("failed_requests"),
-        nonfinite_rows=tally.count("nonfinite_rows"),
-        restarts=engine.restarts,
-        generated_tokens=generated,
-        tokens_per_second=round(generated / busy, 2) if busy else 0.0,
-        ttft_ms=tally.ttft_ms,
-        step_ms=tally.step_ms,
-        padding_waste=tally.padding_waste(),
-        preemptions=engine.scheduler.preemptions,
-        blocks_high_water=stats.high_water,
-        torch=torch.__version__,
-        torch_features={each.name: each.why_off or "on" for each in torch_features()},
-        backend=executor.backend,
-        kernel=executor.kernel,
-        kernel_notes=dict(executor.notes),
-        ranks=executor.ranks,
-        steps=tally.count("steps"),
-        prompt_tokens=engine.prompt_tokens,
-        computed_tokens=tally.count("need tokens"),
-        prefix_hit_ratio=round(stats.hit_ratio, 4),
-        memory=engine.memory.figures(),
-        kv_cache=engine.sizing.cache.to_dict() if engine.sizing.cache else {},
-        step_size=engine.sizing.step.to_dict() if engine.sizing.step else {},
-        cut_steps=tally.count("cut_steps"),
-        steps_ahead=engine.steps_ahead,
-        replays=sentinel.replays,
-        seconds=round(busy, 3),
-        buckets=_bucket_rows(steps, tally),
-    )
+    @staticmethod
+    def of(
+        executor: Executor,
+        memory: BlockMemory,
+        tally: Tally,
+        sentinel: no_compile,
+        warmup: WarmupReport | None,
+        *,
+        prompt_tokens: int,
+        preemptions: int,
+        restarts: int,
+        steps_ahead: int,
+    ) -> EngineReport:
+        """Collects the report from the parts of an engine, see its attributes."""
+        made, sizing, stats = executor.report(), executor.sizing, memory.stats()
+        steps, busy = made.steps, tally["seconds"]
+        generated = tally.count("generated_tokens")
+        return EngineReport(
+            graphs=len(steps.captured) if steps else 0,
+            graphs_loaded=len(steps.loaded) if steps else 0,
+            compiled_graphs=steps.graphs if steps else 0,
+            graph_breaks=sentinel.graph_breaks,
+            compiles_after_warmup=sentinel.compiles + sentinel.late_builds,
+            fallbacks=made.fallbacks,
+            warmup_seconds=round(warmup.elapsed_seconds, 3) if warmup else 0.0,
+            requests=tally.count("requests"),
+            failed_requests=tally.count("failed_requests"),
+            nonfinite_rows=tally.count("nonfinite_rows"),
+            restarts=restarts,
+            generated_tokens=generated,
+            tokens_per_second=round(generated / busy, 2) if busy else 0.0,
+            ttft_ms=tally.ttft_ms,
+            step_ms=tally.step_ms,
+            padding_waste=tally.padding_waste(),
+            preemptions=preemptions,
+            blocks_high_water=stats.high_water,
+            torch=torch.__version__,
+            torch_features={each.name: each.why_off or "on" for each in torch_features()},
+            backend=made.backend,
+            kernel=made.kernel,
+            kernel_notes=dict(made.notes),
+            ranks=made.ranks,
+            steps=tally.count("steps"),
+            prompt_tokens=prompt_tokens,
+            computed_tokens=tally.count("need tokens"),
+            prefix_hit_ratio=round(stats.hit_ratio, 4),
+            memory=memory.figures(),
+            kv_cache=sizing.cache.to_dict() if sizing.cache else {},
+            step_size=sizing.step.to_dict() if sizing.step else {},
+            cut_steps=tally.count("cut_steps"),
+            steps_ahead=steps_ahead,
+            replays=sentinel.replays,
+            seconds=round(busy, 3),
+            buckets=_bucket_rows(steps, tally),
+        )
 
 
 def block_series(blocks: Series, total: int) -> list[dict[str, object]]:
-    """Blocks in use and the highest place of one over the busy time, as `write_report` draws it."""
+    """Returns the chart of blocks in use and of the highest one, for `write_report`."""
     elapsed, used, highest = blocks.columns() or ((), (), ())
     chart: dict[str, object] = {
         "title": "Blocks of the cache",
         "x": [round(seconds, 4) for seconds in elapsed],
-        "lines": {"in use": list(used), "highest place": list(highest)},
+        "lines": {"in use": list(used), "highest": list(highest)},
     }
     return [chart | {"x_label": "seconds", "y_label": "blocks", "limit": total}]
 
 
 def _bucket_rows(warmup: WarmupReport | None, tally: Tally) -> list[dict[str, object]]:
-    """A row per bucket of the warmup: status, warmup seconds, steps, padding, step times.
-
-    ``waste`` is the padded share of what its steps cost; None where it had none.
-    """
+    """A row per bucket of the warmup; ``waste`` is the padded share of the cost of its steps."""
     rows: list[dict[str, object]] = []
     for result in warmup.results if warmup else ():
         steps, waste, times = tally.of_bucket(result.bucket)

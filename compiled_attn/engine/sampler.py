@@ -1,5 +1,5 @@
-"""The sampler: the next token of each row, greedy or drawn, reproducible per request; with
-log-probabilities where a request wants them.
+"""The sampler: the next token of each row, greedy or random, reproducible per request; with
+log-probabilities if a request asks for them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.engine.draw_rows import DrawRows
 from compiled_attn.engine.logit_rules import LogitRules, shaped
-from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs, logprobs_of
+from compiled_attn.engine.logprobs import RowResult, logprobs_of
 from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sampling_rows import SamplingRows
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.ops import load
 from compiled_attn.ops.sampling import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
 
-__all__ = ["NOT_FINITE", "Draw", "drawn_rows", "logits_wanted", "sample", "sample_rows", "sampled"]
+__all__ = [
+    "NOT_FINITE",
+    "SampleRequest",
+    "logits_needed",
+    "rows_of",
+    "sample",
+    "sample_requests",
+    "sample_rows",
+    "sample_step",
+]
 
 NOT_FINITE = "expected finite logits to sample from, got NaN or inf: check the model"
+
+_NOT_FINITE_ROW = RowResult(error=NOT_FINITE)
 
 
 def sample(
@@ -33,23 +44,25 @@ def sample(
     steps: Sequence[int],
     texts: Sequence[Sequence[int]] | None = None,
 ) -> list[int]:
-    """The next token of each row.
+    """Samples the next token of each row.
 
     Args:
         logits: ``[R, vocab]``, any float dtype.
         params: R of them, one per row.
-        steps: how many tokens each row's request has generated so far: the counter of its draws.
+        steps: how many tokens each row's request has generated so far: the counter of its random
+            numbers.
         texts: the tokens of each row's request so far, of which the last are those generated; for
-            penalties. None: they are not known.
+            penalties. None: unknown.
 
     Raises:
         ValueError: a row that cannot be sampled, such as one without a finite maximum.
     """
-    rows = sample_rows(logits, params, steps, texts)
-    for row in rows:
-        if isinstance(row, str):
-            raise ValueError(row)
-    return [int(row) for row in rows]
+    tokens = []
+    for row in sample_rows(logits, params, steps, texts):
+        if row.token is None:
+            raise ValueError(row.error)
+        tokens.append(row.token)
+    return tokens
 
 
 def sample_rows(
@@ -57,13 +70,13 @@ def sample_rows(
     params: Sequence[SamplingParams | None],
     steps: Sequence[int],
     texts: Sequence[Sequence[int]] | None = None,
-) -> list[int | str]:
-    """The next token of each row, or why there is none: a row never stops another.
+) -> list[RowResult]:
+    """Samples each row, as `sample`; a row that fails has an error and does not affect others.
 
     Args:
         logits: ``[R, vocab]``, any float dtype. A row whose maximum is NaN or infinite has no
             token.
-        params: R of them; None: the row is only looked at, and its most likely token given.
+        params: R of them; None: the most likely token.
         steps, texts: as in `sample`.
 
     Raises:
@@ -72,22 +85,22 @@ def sample_rows(
     if any(param is not None and param.grammar for param in params):
         raise ValueError("expected settings without a grammar, got one: an engine serves it")
     rows = enumerate(zip(params, steps, texts or [()] * len(steps), strict=True))
-    draws = [
-        Draw(row, param, step, LogitRules(param, len(text) - step, param.stop_token_ids), text)
-        for row, (param, step, text) in rows
-        if param is not None
-    ]
-    return drawn_rows(logits, draws)
+    requests = []
+    for row, (param, step, text) in rows:
+        if param is not None:
+            rules = LogitRules(param, len(text) - step, param.stop_token_ids)
+            requests.append(SampleRequest(row, param, step, rules, text))
+    return sample_requests(logits, requests)
 
 
-class Draw(NamedTuple):
+class SampleRequest(NamedTuple):
     """A row whose token is not simply the most likely one.
 
     Args:
         row: of the logits.
-        params: how the token is drawn.
-        step: how many others were generated before it.
-        rules: what changes its logits before that; None where nothing does.
+        params: how the token is sampled.
+        step: how many tokens were generated before it.
+        rules: change its logits before that; None: nothing does.
         text: the tokens before it.
     """
 
@@ -98,69 +111,76 @@ class Draw(NamedTuple):
     text: Sequence[int] = ()
 
 
-def drawn_rows(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
-    """`sample_rows`, where rows that no draw is for give their most likely token."""
-    own = [draw for draw in draws if not draw.params.changes_logits]
+def sample_requests(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
+    """Samples the rows of ``requests``; all others yield their most likely token."""
+    own = [request for request in requests if not request.params.changes_logits]
     try:
         rows = _tokens(logits, own)
     except Exception:
         rows = _tokens(logits, [])
-        for draw, token in zip(own, _each_or_why(partial(_by_rows, logits), own), strict=True):
-            rows[draw.row] = token
-    changed = [d for d in draws if d.params.changes_logits and rows[d.row] is not NOT_FINITE]
-    for draw, token in zip(changed, _each_or_why(partial(_shaped, logits), changed), strict=True):
-        rows[draw.row] = token
+        for request, row in zip(own, _each_or_error(partial(_by_rows, logits), own), strict=True):
+            rows[request.row] = row
+    changed = [r for r in requests if r.params.changes_logits and rows[r.row].token is not None]
+    shaped_rows = _each_or_error(partial(_shaped, logits), changed)
+    for request, row in zip(changed, shaped_rows, strict=True):
+        rows[request.row] = row
     return rows
 
 
-def _each_or_why(
-    tokens_of: Callable[[Sequence[Draw]], Sequence[int | str]], draws: Sequence[Draw]
-) -> Sequence[int | str]:
-    """All at once, or, where that fails, one by one: whatever fails is one request's alone."""
-    if not draws:
+def _each_or_error(
+    sample_all: Callable[[Sequence[SampleRequest]], Sequence[RowResult]],
+    requests: Sequence[SampleRequest],
+) -> Sequence[RowResult]:
+    """All at once, or, if that fails, one by one: a failure is one request's alone."""
+    if not requests:
         return []
     try:
-        return tokens_of(draws)
+        return sample_all(requests)
     except Exception as error:
-        if len(draws) == 1:
-            return [f"sampling failed: {type(error).__name__}: {error}"]
-        return [token for draw in draws for token in _each_or_why(tokens_of, [draw])]
+        if len(requests) == 1:
+            return [RowResult(error=f"sampling failed: {type(error).__name__}: {error}")]
+        return [row for request in requests for row in _each_or_error(sample_all, [request])]
 
 
-def _by_rows(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
-    return [_tokens(logits[each.row, None], [each._replace(row=0)])[0] for each in draws]
+def _by_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
+    return [_tokens(logits[each.row, None], [each._replace(row=0)])[0] for each in requests]
 
 
-def _shaped(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
-    """The tokens of rows after their rules have changed a copy of them."""
-    rules = [draw.rules for draw in draws if draw.rules is not None]
-    at = [draw.row for draw in draws]
-    own = shaped(logits, at, rules, [draw.text for draw in draws])
-    tokens = _tokens(own, [draw._replace(row=n) for n, draw in enumerate(draws)])
-    if NOT_FINITE in tokens:
+def _shaped(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
+    """Samples rows after their rules have changed a copy of them."""
+    rules = [request.rules for request in requests if request.rules is not None]
+    at = [request.row for request in requests]
+    own = shaped(logits, at, rules, [request.text for request in requests])
+    rows = _tokens(own, [request._replace(row=n) for n, request in enumerate(requests)])
+    if any(row.token is None for row in rows):
         raise ValueError(
-            "expected a token that may be drawn, got none: lower min_tokens, or mend the grammar, "
-            "which cannot go on here"
+            "expected a token that may be sampled, got none: lower min_tokens, or fix the grammar, "
+            "which cannot continue here"
             if any(rule.constraint for rule in rules)
-            else "expected a token that may be drawn, got none: lower min_tokens"
+            else "expected a token that may be sampled, got none: lower min_tokens"
         )
-    return tokens
+    return rows
 
 
-def _tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
-    """The tokens of all rows of the logits as they are, the most likely ones but for the draws."""
-    settings = _settings(logits, draws) if draws else _no_draws(len(logits))
-    return [NOT_FINITE if token == NO_TOKEN else token for token in _drawn(logits, settings)]
+def _tokens(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
+    """Samples all rows of the logits as they are."""
+    settings = _settings(logits, requests) if requests else _greedy_rows(len(logits))
+    return rows_of(_op_tokens(logits, settings))
 
 
-def _settings(logits: Tensor, draws: Sequence[Draw]) -> DrawRows:
-    at, params = [draw.row for draw in draws], [draw.params for draw in draws]
-    return DrawRows.of(at, params, [draw.step for draw in draws], *logits.shape)
+def rows_of(tokens: Sequence[int]) -> list[RowResult]:
+    """The results of the op's tokens, of which some may be `NO_TOKEN`."""
+    return [_NOT_FINITE_ROW if token == NO_TOKEN else RowResult(token) for token in tokens]
+
+
+def _settings(logits: Tensor, requests: Sequence[SampleRequest]) -> SamplingRows:
+    at, params = [request.row for request in requests], [request.params for request in requests]
+    return SamplingRows.of(at, params, [request.step for request in requests], *logits.shape)
 
 
 @lru_cache(maxsize=64)
-def _no_draws(rows: int) -> DrawRows:
-    return DrawRows.padding(rows)
+def _greedy_rows(rows: int) -> SamplingRows:
+    return SamplingRows.padding(rows)
 
 
 @cache
@@ -169,8 +189,8 @@ def _op() -> Any:
     return torch.ops.compiled_attn.sample_tokens
 
 
-def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
-    """The tokens of the op, and of its definition where the op has none."""
+def _op_tokens(logits: Tensor, settings: SamplingRows) -> list[int]:
+    """Tokens of the op, or of its reference where the op does not support the row."""
     if logits.device.type != "cpu" or logits.dtype not in NATIVE_DTYPES:
         tokens = reference(logits, *(each.to(logits.device) for each in settings)).tolist()
     else:
@@ -185,10 +205,11 @@ def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
     return found
 
 
-def logits_wanted(step: ScheduledStep) -> list[int] | None:
-    """Of how many of its last tokens each sequence needs logits: of one, sampled or not, as they
-    show whether what was computed is finite; of all where its prompt gets log-probabilities.
-    None: one each.
+def logits_needed(step: ScheduledStep) -> list[int] | None:
+    """Counts the rows of logits that each sequence needs; None: one each.
+
+    That is one, sampled or not, as it shows whether what was computed is finite; and all while its
+    prompt gets log-probabilities.
     """
     if not step.special:
         return None
@@ -198,67 +219,55 @@ def logits_wanted(step: ScheduledStep) -> list[int] | None:
     ]
 
 
-def sampled(
-    logits: Tensor, step: ScheduledStep, wanted: NDArray[np.int64]
-) -> list[int | str | ScoredToken]:
-    """The token after each sequence, or why there is none.
+def sample_step(logits: Tensor, step: ScheduledStep, needed: NDArray[np.int64]) -> list[RowResult]:
+    """Samples the token after each sequence.
 
     Args:
-        logits: ``[>= sum(wanted), vocab]``, those of the first sequence first.
+        logits: ``[>= sum(needed), vocab]``, those of the first sequence first.
         step: what was computed.
-        wanted: ``[R]``, see `logits_wanted`.
+        needed: ``[R]``, see `logits_needed`.
     """
-    ends = np.cumsum(wanted)
+    ends = np.cumsum(needed)
     last = logits[: len(ends)] if ends[-1] == len(ends) else logits[ends - 1]
     if not step.special:
-        return [*drawn_rows(last, [])]
-    ready = [row for row in step.special if step[row].wants_logits]
-    draws = [
-        Draw(row, each.sampling, step[row].generated, each.rules, each.tokens)
+        return sample_requests(last, [])
+    ready = [row for row in step.special if step[row].needs_logits]
+    requests = [
+        SampleRequest(row, each.sampling, step[row].generated, each.rules, each.tokens)
         for row, each in ((row, step.sequences[row]) for row in ready)
     ]
-    rows: list[int | str | ScoredToken] = [*drawn_rows(last, draws)]
-    for row, logprobs in _of_tokens(last, step, ready, rows):
-        rows[row] = ScoredToken(logprobs.token, logprobs)
+    rows = sample_requests(last, requests)
+    _add_logprobs(last, step, ready, rows)
     for row in step.special:
-        sequence = step.sequences[row]
-        token = rows[row]
-        if sequence.scores_prompt and not isinstance(token, str):
-            first = int(ends[row] - wanted[row])
-            rows[row] = _with_prompt(token, logits[first:], step, row)
+        if step.sequences[row].scores_prompt and rows[row].token is not None:
+            first = int(ends[row] - needed[row])
+            rows[row] = _with_prompt(rows[row], logits[first:], step, row)
     return rows
 
 
-def _of_tokens(
-    logits: Tensor,
-    step: ScheduledStep,
-    ready: Sequence[int],
-    rows: Sequence[int | str | ScoredToken],
-) -> list[tuple[int, TokenLogprobs]]:
-    """Rows whose tokens get log-probabilities, with these."""
+def _add_logprobs(
+    logits: Tensor, step: ScheduledStep, ready: Sequence[int], rows: list[RowResult]
+) -> None:
     chosen = [
         (row, token, count)
         for row in ready
-        if isinstance(token := rows[row], int)
+        if (token := rows[row].token) is not None
         and (count := step.sequences[row].sampling.logprobs) is not None
     ]
-    if not chosen:
-        return []
-    at, tokens, counts = zip(*chosen, strict=True)
-    return [*zip(at, logprobs_of(logits[[*at]], tokens, counts), strict=True)]
+    if chosen:
+        at, tokens, counts = zip(*chosen, strict=True)
+        for row, logprobs in zip(at, logprobs_of(logits[[*at]], tokens, counts), strict=True):
+            rows[row] = rows[row]._replace(logprobs=logprobs)
 
 
-def _with_prompt(
-    token: int | ScoredToken, logits: Tensor, step: ScheduledStep, row: int
-) -> ScoredToken | str:
-    """A token with the log-probabilities of the tokens of the prompt after those of this step."""
+def _with_prompt(result: RowResult, logits: Tensor, step: ScheduledStep, row: int) -> RowResult:
+    """Adds the log-probabilities of the prompt tokens that follow those of this step."""
     sequence, count, start = step[row]
     after = sequence.tokens[start + 1 : min(start + 1 + count, sequence.prompt_len)]
-    scored = token if isinstance(token, ScoredToken) else ScoredToken(token)
     if not after:
-        return scored
+        return result
     most = sequence.sampling.prompt_logprobs or 0
     found = logprobs_of(logits[: len(after)], after, [most] * len(after))
     if any(math.isnan(each.logprob) for each in found):
-        return NOT_FINITE
-    return scored._replace(prompt=tuple(found))
+        return _NOT_FINITE_ROW
+    return result._replace(prompt_logprobs=tuple(found))

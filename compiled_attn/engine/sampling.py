@@ -1,4 +1,4 @@
-"""A request as its user gives it, checked and never cast: its prompt, and how it is continued."""
+"""The prompt and sampling settings of a request: strict checks, no casts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["SamplingParams", "check_fits", "check_lengths", "check_settings", "t
 
 
 class _Default(int):
-    """An integer that a user did not give."""
+    """A default, to tell it from a value that the user passed."""
 
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -37,34 +37,35 @@ class SamplingParams:
     """How one request is continued.
 
     Args:
-        max_new_tokens: tokens to generate at most (>= 1); also taken under the name
-            ``max_tokens``, as other engines call it.
+        max_new_tokens: tokens to generate at most (>= 1); ``max_tokens`` is another name for it.
         temperature: 0 takes the most likely token; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens with at least this probability (0 < p <=
             1).
-        seed: a request draws the same numbers whatever else is in its batch, and after a
-            preemption. None: the engine draws a seed for each request, which its result names.
+        seed: makes a request reproducible, whatever else is in its batch, and after a preemption.
+            None: the engine draws a seed for each request, which is in its result.
         stop_token_ids: tokens that end the request; they are part of the result.
-        ignore_eos: go on after the model's end-of-sequence token.
-        stop: texts that end the request, one alone or several; for an engine that has a tokenizer,
-            see `compiled_attn.LLM`. The tokens that hold it are part of the result.
+        ignore_eos: continue after the model's end-of-sequence token.
+        stop: strings that end the request, one or several; needs an engine with a tokenizer, see
+            `compiled_attn.LLM`. Their tokens are part of the result.
         min_p: keep the tokens that are at least this share as likely as the most likely one, of
             those that top_k and top_p keep; 0 keeps all.
         repetition_penalty: of tokens in the prompt or generated before, logits above 0 are divided
             by it, others multiplied; 1 changes nothing.
-        presence_penalty: taken off the logits of tokens that were generated before (-2 to 2).
-        frequency_penalty: the same as often as each was generated (-2 to 2).
-        logit_bias: numbers added to the logits of tokens, by their ids; kept as pairs.
-        min_tokens: no token that ends the request is drawn before so many; a stop string may come.
-        logprobs: tell the log-probability of each generated token, and the most likely ones, that
-            many, with theirs; None: tell none.
-        prompt_logprobs: the same of the tokens of the prompt, which then is computed whole.
-        grammar: what the text has to be, of a JSON schema, a regular expression or rules; for an
-            engine that has a tokenizer, as `stop` is. Where the text can only end, the request
-            does, without a token for it.
-        n: continuations of the prompt, for `Engine.generate` and `Engine.stream`: the first is that
-            of ``seed``, the next that of ``seed + 1``, and so on.
+        presence_penalty: subtracted from the logits of tokens that were generated before (-2 to 2).
+        frequency_penalty: the same, times how often each was generated (-2 to 2).
+        logit_bias: numbers added to the logits of tokens, by their ids; stored as pairs.
+        min_tokens: no token that ends the request is sampled before so many; stop strings still
+            end it.
+        logprobs: return log-probabilities of each generated token and of this many most likely
+            ones; None: none.
+        prompt_logprobs: the same for the tokens of the prompt, which is then not read from the
+            prefix cache.
+        grammar: constrains the text to a JSON schema, a regular expression or rules; needs an
+            engine with a tokenizer. The request ends, without a token for it, where the text can
+            only end.
+        n: continuations of the prompt, for `Engine.generate` and `Engine.stream`: the first has
+            ``seed``, the next ``seed + 1``, and so on.
 
     Raises:
         ValueError: a value outside its range, or of another type; or both names of one setting.
@@ -98,69 +99,69 @@ class SamplingParams:
                     f"{self.max_new_tokens} and {max_tokens}: leave one of them out"
                 )
             object.__setattr__(self, "max_new_tokens", max_tokens)
-        self._settle("max_new_tokens", _integer, lambda n: n >= 1, "an integer >= 1")
-        self._settle("temperature", _number, lambda t: 0 <= t < math.inf, "a finite number >= 0")
-        self._settle("top_k", _integer, lambda k: k >= 0, "an integer >= 0")
-        self._settle("top_p", _number, lambda p: 0 < p <= 1, "a number in (0, 1]")
+        self._check("max_new_tokens", _integer, lambda n: n >= 1, "an integer >= 1")
+        self._check("temperature", _number, lambda t: 0 <= t < math.inf, "a finite number >= 0")
+        self._check("top_k", _integer, lambda k: k >= 0, "an integer >= 0")
+        self._check("top_p", _number, lambda p: 0 < p <= 1, "a number in (0, 1]")
         if self.seed is not None:
-            self._settle("seed", _integer, lambda s: 0 <= s < 2**64, "None or in 0..2**64 - 1")
-        self._settle("stop_token_ids", _integers, lambda _: True, "a tuple of token ids")
-        self._settle("ignore_eos", _flag, lambda _: True, "True or False")
-        self._settle("stop", _texts, lambda _: True, "a tuple of texts, none of them empty")
-        self._settle("min_p", _number, lambda p: 0 <= p <= 1, "a number in [0, 1]")
-        self._settle(
+            self._check("seed", _integer, lambda s: 0 <= s < 2**64, "None or in 0..2**64 - 1")
+        self._check("stop_token_ids", _integers, lambda _: True, "a tuple of token ids")
+        self._check("ignore_eos", _flag, lambda _: True, "True or False")
+        self._check("stop", _texts, lambda _: True, "a tuple of texts, none of them empty")
+        self._check("min_p", _number, lambda p: 0 <= p <= 1, "a number in [0, 1]")
+        self._check(
             "repetition_penalty",
             _number,
             lambda p: 1 / _LARGEST <= p <= _LARGEST,
             "a number > 0, finite in float32",
         )
         for name in _PENALTIES:
-            self._settle(name, _number, lambda p: -2 <= p <= 2, "a number in [-2, 2]")
-        self._settle(
+            self._check(name, _number, lambda p: -2 <= p <= 2, "a number in [-2, 2]")
+        self._check(
             "logit_bias", _biases, lambda _: True, "numbers finite in float32 by token ids >= 0"
         )
         most = self.max_new_tokens
-        self._settle(
+        self._check(
             "min_tokens", _integer, lambda n: 0 <= n <= most, f"an integer in 0..{most}, the most"
         )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._settle(name, _integer, lambda n: n >= 0, "None or an integer >= 0")
-        self._settle("n", _integer, lambda n: n >= 1, "an integer >= 1")
+                self._check(name, _integer, lambda n: n >= 0, "None or an integer >= 0")
+        self._check("n", _integer, lambda n: n >= 1, "an integer >= 1")
         if self.grammar is not None:
-            self._settle("grammar", _grammar, lambda _: True, "None or a Grammar")
+            self._check("grammar", _grammar, lambda _: True, "None or a Grammar")
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that came before are less likely, or more."""
+        """Whether a penalty applies."""
         return self.repetition_penalty != 1 or any(getattr(self, name) for name in _PENALTIES)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a token is not taken from the model's own logits."""
+        """Whether the model's logits are changed before a token is sampled."""
         return self.penalises or bool(self.logit_bias or self.min_tokens or self.grammar)
 
     @property
-    def only_draws(self) -> bool:
-        """Whether all that is wanted is a token of the model's own logits."""
-        is_told = self.logprobs is not None or self.prompt_logprobs is not None
-        return not (self.changes_logits or is_told)
+    def only_samples(self) -> bool:
+        """Whether only a token of the model's own logits is needed."""
+        has_logprobs = self.logprobs is not None or self.prompt_logprobs is not None
+        return not (self.changes_logits or has_logprobs)
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that is wanted is the most likely token."""
-        return self.only_draws and not self.temperature
+        """Whether only the most likely token is needed."""
+        return self.only_samples and not self.temperature
 
     def continuation(self, number: int) -> SamplingParams:
-        """Those of one of ``n`` continuations, by itself."""
+        """Returns the settings of one of ``n`` continuations."""
         seed = None if self.seed is None else (self.seed + number) % 2**64
         return self if self.n == 1 else replace(self, n=1, seed=seed)
 
     def seeded(self) -> SamplingParams:
-        """The same with a seed, drawn if there is none."""
+        """Returns the same settings with a seed."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
-    def _settle(
+    def _check(
         self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], wanted: str
     ) -> None:
         given = getattr(self, name)
@@ -227,11 +228,11 @@ def _flag(value: object) -> bool | None:
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """The ids of one prompt as Python ints.
+    """Returns the ids of one prompt as Python ints.
 
     Args:
-        prompt: integers of Python or numpy in any order-keeping collection, a numpy array or a
-            tensor ``[n]`` of any integer dtype.
+        prompt: integers of Python or numpy in any ordered collection, a numpy array or a tensor
+            ``[n]`` of any integer dtype.
 
     Raises:
         ConfigError: anything else: text, floats, booleans, another number of axes.
@@ -252,7 +253,7 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 def check_settings(sampling: Any, salt: Any, arrived_s: Any, *, has_text: bool) -> None:
-    """Raises ConfigError where what comes with a prompt is of another kind, or needs a text."""
+    """Raises ConfigError if settings have a wrong type, or need a tokenizer."""
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(f"expected SamplingParams, got {type(sampling).__name__}: make one")
     if sampling.stop and not has_text:
@@ -262,7 +263,7 @@ def check_settings(sampling: Any, salt: Any, arrived_s: Any, *, has_text: bool) 
         )
     if sampling.n != 1:
         raise ConfigError(
-            f"expected n = 1 for a request by itself, got {sampling.n}: take generate or stream"
+            f"expected n = 1 for a single request, got {sampling.n}: use generate or stream"
         )
     if not isinstance(salt, (str, bytes, type(None))):
         raise ConfigError(
@@ -278,7 +279,7 @@ def check_settings(sampling: Any, salt: Any, arrived_s: Any, *, has_text: bool) 
 
 
 def check_fits(sizing: Sizing, prompt: Sequence[int], sampling: SamplingParams) -> None:
-    """Raises ConfigError if the request can never be served, whatever else runs."""
+    """Raises ConfigError if the request can never be served."""
     if not prompt:
         raise ConfigError("expected a prompt of at least one token, got none")
     if min(prompt) < 0 or max(prompt) >= sizing.vocab:
@@ -311,7 +312,7 @@ def _check_blocks(sizing: Sizing, length: int, blocks: int) -> None:
             f"{sizing.block_size}), got {sizing.num_blocks - 1} blocks: "
             f"raise num_blocks to at least {-(-blocks // sizing.ranks) + 1}"
         )
-    need = sizing.form.smallest_need(blocks)
+    need = sizing.layout.smallest_need(blocks)
     try:
         sizing.buckets.pick(**need)
     except BucketOverflow as error:
@@ -338,7 +339,7 @@ def _of_array(prompt: Tensor | np.ndarray[Any, Any]) -> list[int]:
         )
     try:
         tokens: list[int] = prompt.tolist()
-    except Exception as error:  # a tensor without values of its own: meta, sparse
+    except Exception as error:  # a meta or sparse tensor
         raise ConfigError(
             f"expected a prompt with values, got {type(prompt).__name__}: {error}: {_REMEDY}"
         ) from error

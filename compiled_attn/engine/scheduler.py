@@ -1,8 +1,8 @@
-"""The scheduler: it decides which tokens of which sequences the next step computes.
+"""The scheduler: decides which tokens of which sequences the next step computes.
 
 Continuous batching with chunked prefill: decodes first, then the rest of started prompts, then new
-ones, until the step's token budget is full. When blocks run out, the newest running sequence gives
-up its blocks and is computed again later (vLLM's recompute preemption; Orca's iteration-level
+ones, until the step's token budget is full. When blocks run out, the newest running sequence loses
+its blocks and is computed again later (vLLM's recompute preemption; Orca's iteration-level
 scheduling).
 """
 
@@ -24,7 +24,7 @@ __all__ = ["ScheduledStep", "ScheduledTokens", "Scheduler"]
 
 
 class ScheduledTokens(NamedTuple):
-    """The ``count`` tokens of a sequence from ``start`` on."""
+    """``count`` tokens of a sequence, from ``start`` on."""
 
     sequence: RequestState
     count: int  # type: ignore[assignment]  # not the method of a tuple
@@ -32,26 +32,26 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Their ids; 0 for the one that the step before is still computing."""
+        """Their ids; 0 for one that the previous step is still computing."""
         return self.sequence.tokens[self.start : self.start + self.count] or [0]
 
     @property
-    def wants_logits(self) -> bool:
+    def needs_logits(self) -> bool:
         """Whether they reach the last known token, so that the next one can be sampled."""
         return self.start + self.count >= len(self.sequence.tokens)
 
     @property
     def generated(self) -> int:
-        """Tokens that the sequence has generated before the one after these."""
+        """Tokens generated before the one that follows these."""
         return max(0, self.start + self.count - self.sequence.prompt_len)
 
 
 class ScheduledStep(Sequence[ScheduledTokens]):
-    """What a step computes: the next tokens of some sequences, of each so many.
+    """The tokens that a step computes.
 
     Args:
-        counts: for each sequence how many of its uncomputed tokens, in the order of the step.
-        starts: where these begin; None: behind what is computed now.
+        counts: how many tokens of each sequence, in the order of the step.
+        starts: position of the first of these; None: after the computed ones.
     """
 
     def __init__(
@@ -72,51 +72,51 @@ class ScheduledStep(Sequence[ScheduledTokens]):
     def __getitem__(self, at: slice) -> ScheduledStep: ...
     def __getitem__(self, at: int | slice) -> ScheduledTokens | ScheduledStep:
         if isinstance(at, slice):
-            kept = zip(self.sequences[at], self.counts[at], strict=True)
-            return ScheduledStep(dict(kept), self.starts[at])
+            counts = zip(self.sequences[at], self.counts[at], strict=True)
+            return ScheduledStep(dict(counts), self.starts[at])
         return ScheduledTokens(self.sequences[at], self.counts[at], self.starts[at])
 
     @cached_property
     def special(self) -> list[int]:
-        """Places of sequences that want more than the most likely token."""
+        """Rows of sequences that want more than the most likely token."""
         return [at for at, sequence in enumerate(self.sequences) if not sequence.is_plain]
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it computes tokens that the step before has not told yet."""
+        """Whether it computes tokens that the previous step has not returned yet."""
         return any(
             start == len(each.tokens)
             for each, start in zip(self.sequences, self.starts, strict=True)
         )
 
     def tokens(self) -> list[int]:
-        """Ids of all tokens that it computes, see `ScheduledTokens.tokens`."""
+        """Ids of all tokens, see `ScheduledTokens.tokens`."""
         if max(self.counts) == 1:
             starts = zip(self.sequences, self.starts, strict=True)
-            with contextlib.suppress(IndexError):  # of one that is not known yet
+            with contextlib.suppress(IndexError):  # a token is not known yet
                 return [each.tokens[start] for each, start in starts]
         return [*chain.from_iterable(part.tokens for part in self)]
 
     def without(self, gone: Container[RequestState]) -> ScheduledStep:
-        """The step without some sequences."""
-        kept = [part for part in self if part.sequence not in gone]
-        counts = {part.sequence: part.count for part in kept}
-        return ScheduledStep(counts, [part.start for part in kept])
+        """Returns the step without some sequences."""
+        rest = [part for part in self if part.sequence not in gone]
+        counts = {part.sequence: part.count for part in rest}
+        return ScheduledStep(counts, [part.start for part in rest])
 
 
 class Scheduler:
     """Decides each step from the waiting and running sequences and the free blocks.
 
-    Sequences are served in the order of their ids: those that run come before those that wait.
+    Sequences are served in the order of their ids: running ones precede waiting ones.
 
     Args:
-        pool: where sequences get their blocks; the scheduler is its only user.
+        pool: allocates blocks; the scheduler is its only user.
         max_tokens: tokens in a step at most.
         max_seqs: sequences that run at the same time at most.
 
     Attributes:
         waiting, running: the sequences, in order.
-        changed: ids of requests whose blocks the last step changed; those of others are as before.
+        changed: ids of requests whose blocks changed in the last `schedule`.
         preemptions: how many there were.
     """
 
@@ -139,37 +139,29 @@ class Scheduler:
         """Puts a new sequence at the end of the queue."""
         self.waiting.append(sequence)
 
-    def knows(self, count: int) -> bool:
-        """Whether it has so many sequences."""
-        return len(self.waiting) + len(self.running) == count
-
-    def discard(self, sequence: RequestState) -> None:
-        """Takes a sequence out of the queue, if it is there."""
-        self.waiting = deque(other for other in self.waiting if other is not sequence)
-
     def restart(self, pool: BlockPool, sequences: Iterable[RequestState]) -> None:
-        """Lets these sequences wait, with nothing computed, for the blocks of another pool.
+        """Queues these sequences, with nothing computed, for the blocks of another pool.
 
-        Whatever state an exception left this in, it is right afterwards, and so is a second call.
+        Works in whatever state an exception left the scheduler.
         """
         ordered = sorted(sequences, key=lambda sequence: sequence.request_id)
         for sequence in ordered:
             sequence.wait()
-        self._head = None  # its keys are those of the pool
+        self._head = None  # its keys belong to the pool
         self.pool, self.running, self.waiting = pool, [], deque(ordered)
 
     @property
-    def can_look_ahead(self) -> bool:
-        """Whether a step has blocks for sure, so that none of those who wait for tokens loses its
-        own."""
+    def can_schedule_ahead(self) -> bool:
+        """Whether the next step surely has blocks, so that no sequence is preempted while its token
+        is unknown."""
         ahead = (len(each.tokens) - each.computed - 1 for each in self.running)
         prompts = self.max_tokens if self.waiting else min(self.max_tokens, sum(ahead))
         most = len(self.running) + prompts // self.pool.block_size + 1
         return self.pool.available >= most
 
     def advance(self, step: ScheduledStep) -> set[RequestState]:
-        """Takes a step for computed whose tokens are not there yet, so that `schedule` can go on
-        behind it; returns the sequences that it ends for sure, which need nothing more.
+        """Counts a launched step as computed, so that `schedule` can plan the next one; returns the
+        sequences that it surely finishes.
         """
         for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
             if sequence.status is Status.RUNNING:
@@ -177,14 +169,14 @@ class Scheduler:
         return {
             part.sequence
             for part in step
-            if part.wants_logits and part.generated + 1 >= part.sequence.sampling.max_new_tokens
+            if part.needs_logits and part.generated + 1 >= part.sequence.sampling.max_new_tokens
         }
 
     def schedule(self, ending: Collection[RequestState] = ()) -> ScheduledStep:
-        """The next step; blocks for its tokens are reserved. Empty only if there is no work.
+        """Schedules the next step and reserves its blocks. Empty only if there is no work.
 
         Args:
-            ending: running sequences that need nothing more.
+            ending: running sequences that a launched step finishes.
         """
         step: dict[RequestState, int] = {}
         late: list[RequestState] = []
@@ -193,37 +185,36 @@ class Scheduler:
         running = [*self.running]
         for sequence in [each for each in running if each not in ending] if ending else running:
             if len(sequence.tokens) - sequence.computed > 1:
-                late.append(sequence)  # behind the decodes
+                late.append(sequence)  # after the decodes
             elif room and sequence.computed < sequence.reserved:
                 step[sequence] = 1
                 room -= 1
             else:
-                room -= self._place(sequence, step, room)
+                room -= self._add_tokens(sequence, step, room)
         for sequence in late:
-            room -= self._place(sequence, step, room, extra)
+            room -= self._add_tokens(sequence, step, room, extra)
             extra += _extra_rows(sequence, step.get(sequence, 1))
         if self.preemptions == before:
             self._admit(step, room, extra)
         return ScheduledStep(step)
 
     def commit(self, step: ScheduledStep) -> None:
-        """Declares a step computed, whose tokens are told: full blocks of its sequences can be
-        shared from now on."""
+        """Lets later prompts share the full blocks of a step whose tokens were appended."""
         for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
             computed = start + count
-            if sequence.computed < computed:  # the next step may have begun behind it
+            if sequence.computed < computed:  # the next step may already be launched
                 sequence.computed = computed
-            if computed >= sequence.quiet_below:
-                sequence.quiet_below = self.pool.commit(
+            if computed >= sequence.commit_from:
+                sequence.commit_from = self.pool.commit(
                     sequence.request_id, sequence.tokens, computed
                 )
 
     def finish(self, sequence: RequestState, *, sound_blocks: int | None = None) -> None:
-        """Takes a sequence out, running or waiting, and frees its blocks.
+        """Removes a sequence, running or waiting, and frees its blocks.
 
         Args:
             sequence: the sequence.
-            sound_blocks: how many of its first blocks hold what later prompts may find; None: all.
+            sound_blocks: how many of its first blocks later prompts may share; None: all.
         """
         if sequence.status is Status.RUNNING:
             if sound_blocks is not None:
@@ -235,15 +226,15 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
-    def _place(
+    def _add_tokens(
         self, sequence: RequestState, step: dict[RequestState, int], room: int, extra: int = 0
     ) -> int:
-        """Puts what there is room for of a sequence that still runs into a step.
+        """Adds as many tokens of a running sequence to a step as fit.
 
-        As long as blocks lack, the newest sequence is preempted, maybe this one. Returns how much
-        room it took, less what sequences that left the step gave back.
+        While there are too few blocks, it preempts the newest sequence, maybe this one. Returns the
+        room that it took, less what preempted sequences returned.
         """
-        others = len(self.running) - 1 + bool(self.waiting)  # a row is left to a newcomer
+        others = len(self.running) - 1 + bool(self.waiting)  # leave a row for a new sequence
         count, taken = self._count(sequence, room, others + extra), 0
         if not count or sequence.status is not Status.RUNNING:
             return 0
@@ -262,14 +253,14 @@ class Scheduler:
         return taken + count
 
     def _count(self, sequence: RequestState, room: int, rows: int) -> int:
-        """How many tokens of a sequence a step takes: a prompt that is scored needs logits of all,
-        and a step has as many rows of logits as sequences can run, of which others have ``rows``.
+        """Counts the tokens of a sequence that fit a step: a scored prompt needs a row of logits
+        for each, and others take ``rows`` of the ``max_seqs`` rows of a step.
         """
         most = max(1, self.max_seqs - rows) if sequence.scores_prompt else room
         return min(sequence.remaining, room, most)
 
     def _whole_blocks(self, length: int) -> int:
-        """The positions of the blocks that so many take: a decode asks the pool once a block."""
+        """Rounds up to whole blocks, so that a decode asks the pool once a block."""
         return -(-length // self.pool.block_size) * self.pool.block_size
 
     def _preempt(self, sequence: RequestState) -> None:
@@ -306,7 +297,7 @@ class Scheduler:
             extra += _extra_rows(sequence, count)
 
     def _prompt(self, sequence: RequestState) -> PromptKeys:
-        """The tokens of the head of the queue, which are hashed once while it waits."""
+        """Hashes the tokens of the head of the queue, once while it waits."""
         head, length = self._head, len(sequence.tokens)
         if head is not None and head[0] is sequence and head[1] == length:
             return head[2]
@@ -322,5 +313,5 @@ class Scheduler:
 
 
 def _extra_rows(sequence: RequestState, count: int) -> int:
-    """Rows of logits that so many tokens of a sequence need beyond the one that each has."""
+    """Rows of logits that ``count`` tokens of a sequence need beyond the one that each has."""
     return count - 1 if sequence.scores_prompt else 0

@@ -1,6 +1,4 @@
-"""The sizes of an engine, settled: context, blocks, tokens of a step, buckets; and which requests
-fit.
-"""
+"""The sizes of an engine: context, blocks, tokens of a step, buckets."""
 
 from __future__ import annotations
 
@@ -12,23 +10,23 @@ from transformers import PreTrainedModel
 from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.hf import context_limit
-from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
+from compiled_attn.step import ModelWork, PartsLayout, StepLayout, StepLimits, TableLayout
 from compiled_attn.step.divided import BlockShare
 from graphs import BucketOverflow, BucketSpace
 from graphs.backends import BACKENDS
 
-__all__ = ["FORMS", "Form", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
+__all__ = ["LAYOUTS", "LayoutType", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
 
 _ONE_COMPILE, _COMPILE_EACH = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The most tokens that a step computes, and why.
+    """The most tokens of a step, and the reason.
 
     Args:
         tokens: decodes and chunks of prompts together.
-        why: what decided.
+        why: the reason.
     """
 
     tokens: int
@@ -36,16 +34,15 @@ class StepSize:
 
     @staticmethod
     def of(config: EngineConfig, symbolic: Sequence[str]) -> StepSize:
-        """The size as configured, or else what the graphs cost that it takes.
+        """Returns the size as configured, or a default.
 
-        Larger steps read the weights less often for a prompt, and keep those that decode waiting
-        for longer. By default 512 where one compile serves all buckets, so that one bucket more
-        costs next to nothing; 256 where each is compiled; no more than the buckets hold, and no
-        less than `max_seqs`.
+        Larger steps read the weights less often for a prompt, but delay decodes. The default is 512
+        if one compile serves all buckets, so that another bucket is cheap; 256 if each is compiled;
+        not more than the buckets hold, and not less than `max_seqs`.
 
         Args:
             config: of the engine.
-            symbolic: axes whose sizes a graph may leave open, see `StepForm.symbolic`.
+            symbolic: axes whose sizes a graph may leave open, see `StepLayout.symbolic`.
         """
         if config.max_tokens_per_step is not None:
             return StepSize(config.max_tokens_per_step, "max_tokens_per_step")
@@ -57,13 +54,13 @@ class StepSize:
         return max(size, StepSize(config.max_seqs, "max_seqs"), key=lambda each: each.tokens)
 
     def within(self, tokens: int) -> StepSize:
-        """The size where no step can have more than so many tokens."""
+        """Limits the size to what a step can have at all."""
         if self.tokens <= tokens:
             return self
         return StepSize(tokens, "slots of the pool, or tokens of max_seqs contexts")
 
     def to_dict(self) -> dict[str, object]:
-        """The size as JSON-able values."""
+        """Returns the size as JSON-able values."""
         return asdict(self)
 
 
@@ -77,10 +74,10 @@ def _held(config: EngineConfig) -> int:
     return max((bucket.get("tokens", 0) for bucket in config.buckets or ()), default=0)
 
 
-Form = type[Tables] | type[Parts]
+LayoutType = type[TableLayout] | type[PartsLayout]
 
-FORMS: dict[str, Form] = {"native": Tables, "portable": Parts}
-"""The form of steps for each kernel."""
+LAYOUTS: dict[str, LayoutType] = {"native": TableLayout, "portable": PartsLayout}
+"""The layout of steps for each kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +88,19 @@ class Sizing:
         context: longest prompt plus generation, in tokens.
         vocab: token ids are below this.
         block_size: slots in a block.
-        num_blocks: blocks of the cache, null block included; of all ranks that keep parts of it.
-        form: how steps become tensors.
-        buckets: shapes to capture, with the form's cost.
-        cache: size of the cache and why it has it; None where nothing decided it.
-        step: the most tokens that a step computes, and why; None: what the configuration says.
-        ranks: how many keep parts of the cache.
+        num_blocks: blocks of the cache, null block included, of all ranks.
+        layout: how steps become tensors.
+        buckets: shapes to capture, with the layout's cost.
+        cache: size of the cache and the reason; None: as ``num_blocks`` says.
+        step: the most tokens of a step, and the reason; None: as configured.
+        ranks: how many share the cache.
     """
 
     context: int
     vocab: int
     block_size: int
     num_blocks: int
-    form: StepForm
+    layout: StepLayout
     buckets: BucketSpace
     cache: CacheSize | None = None
     step: StepSize | None = None
@@ -111,15 +108,18 @@ class Sizing:
 
     @staticmethod
     def of(
-        model: PreTrainedModel, config: EngineConfig, form: Form = Parts, ranks: int = 1
+        model: PreTrainedModel,
+        config: EngineConfig,
+        layout: LayoutType = PartsLayout,
+        ranks: int = 1,
     ) -> Sizing:
-        """Fills in what the configuration leaves open.
+        """Computes the sizes that the configuration leaves open.
 
         Args:
-            model: what is served.
+            model: the served model.
             config: of the engine; the cache is of one rank.
-            form: how steps become tensors.
-            ranks: how many keep parts of one cache.
+            layout: how steps become tensors.
+            ranks: how many share one cache.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
@@ -127,9 +127,9 @@ class Sizing:
         context = _context(model, config)
         cache = CacheSize.of(model, config, context, ranks)
         num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
-        step = StepSize.of(config, form.symbolic)
+        step = StepSize.of(config, layout.symbolic)
         limits = step_limits(config, step.tokens, context, num_blocks)
-        steps = form(num_blocks, config.block_size, limits.context_blocks)
+        steps = layout(num_blocks, config.block_size, limits.context_blocks)
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         vocab = model.config.get_text_config().vocab_size
         step = step.within(limits.tokens)
@@ -147,7 +147,7 @@ class Sizing:
     def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
         there = memory_for(model)
         for bucket in self.buckets:
-            if there is not None and (wanted := self.form.least_bytes(bucket)) > there:
+            if there is not None and (wanted := self.layout.least_bytes(bucket)) > there:
                 raise ConfigError(
                     f"not enough memory: expected steps of at most {there:,} bytes, which this "
                     f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
@@ -156,7 +156,7 @@ class Sizing:
 
 
 def step_limits(config: EngineConfig, wanted: int, context: int, num_blocks: int) -> StepLimits:
-    """The largest step: each request that runs writes to a block, and each token to a slot.
+    """Computes the largest step: each running request writes to a block, each token to a slot.
 
     Args:
         config: of the engine.
@@ -174,39 +174,39 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
     limit = context_limit(model)
     context = config.context or limit
     if not context:
-        raise ConfigError("expected a context, the model's configuration has none: set context")
+        raise ConfigError("expected a context, got none in the model's configuration: set context")
     if limit and context > limit:
-        raise ConfigError(f"expected context <= {limit} (the model's), got {context}")
+        raise ConfigError(f"expected context <= {limit} (the model's), got {context}: lower it")
     return int(context)
 
 
-def _buckets(config: EngineConfig, form: StepForm, limits: StepLimits) -> BucketSpace:
-    one_compile = _has_one_compile(config, form.symbolic)
-    space = config.buckets or form.ladder(limits, config.max_graphs, one_compile=one_compile)
-    _check_axes(space, form)
+def _buckets(config: EngineConfig, layout: StepLayout, limits: StepLimits) -> BucketSpace:
+    one_compile = _has_one_compile(config, layout.symbolic)
+    space = config.buckets or layout.ladder(limits, config.max_graphs, one_compile=one_compile)
+    _check_axes(space, layout)
     if len(space) > config.max_graphs:
         raise ConfigError(
             f"expected at most max_graphs={config.max_graphs} buckets, got {len(space)}: "
             "raise max_graphs"
         )
-    largest = form.largest_need(limits)
+    largest = layout.largest_need(limits)
     if largest is not None and config.strict:
         _refuse_small(space, largest)
     return space
 
 
-def _check_axes(space: BucketSpace, form: StepForm) -> None:
+def _check_axes(space: BucketSpace, layout: StepLayout) -> None:
     given = set(space.names)
-    kernels = {frozenset(each.axes): name for name, each in FORMS.items()}
-    kernel = kernels[frozenset(form.axes)]
+    kernels = {frozenset(each.axes): name for name, each in LAYOUTS.items()}
+    kernel = kernels[frozenset(layout.axes)]
     if (other := kernels.get(frozenset(given))) is None:
-        known = " or ".join(f"{', '.join(each.axes)} ({name})" for name, each in FORMS.items())
+        known = " or ".join(f"{', '.join(each.axes)} ({name})" for name, each in LAYOUTS.items())
         raise ConfigError(
             f"expected buckets over {known}, got {', '.join(space.names)}: name the axes so"
         )
     if other != kernel:
         raise ConfigError(
-            f"expected buckets over {', '.join(form.axes)}, because the kernel is {kernel}, got "
+            f"expected buckets over {', '.join(layout.axes)}, because the kernel is {kernel}, got "
             f"{', '.join(space.names)}: they are for kernel '{other}'"
         )
 
@@ -223,7 +223,7 @@ def _refuse_small(space: BucketSpace, largest: dict[str, int]) -> None:
 
 
 def work_of(model: PreTrainedModel) -> ModelWork:
-    """The work of a token in the model, by which its form of steps prices buckets."""
+    """Computes the work of a token in the model, for the cost of buckets."""
     text = model.config.get_text_config()
     head = text.vocab_size * text.hidden_size
     weights = sum(p.numel() for p in model.parameters()) - head
@@ -231,11 +231,11 @@ def work_of(model: PreTrainedModel) -> ModelWork:
 
 
 def eos_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that end a text of the model."""
+    """Returns the end-of-sequence tokens of the model."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(model.config, "eos_token_id", None)
     if eos is None:
         return frozenset()
-    # Some configurations say -1 for none.
+    # Some configurations use -1 for none.
     return frozenset(end for end in ([eos] if isinstance(eos, int) else eos) if end >= 0)

@@ -1,4 +1,4 @@
-"""The crossings of a step: all of its tensors to the device in one copy, its tokens back."""
+"""Transfers of a step: all of its tensors to the device in one copy, its tokens back."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """Two buffers in the host's memory, pinned where the device can, and their twin on the device.
+    """Two host buffers, pinned where the device supports it, and one device buffer.
 
-    The tensors of a step are views of the twin. Those of steps of the same shapes are the same
-    tensors, at the same addresses: inputs that a recorded graph may read where they are. The host
-    fills its buffers in turn, as the device may not have read the last one yet.
+    The tensors of a step are views of the device buffer. Steps of the same shapes get the same
+    tensors at the same addresses: static inputs of a recorded graph. The host fills its buffers in
+    turn, as the device may still be reading the last one.
 
     Args:
-        device: where steps are computed; any but the CPU.
+        device: computes the steps; any but the CPU.
         size: bytes of the largest step, see `staged_bytes`.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied = [torch.Event(device) for _ in range(2)]
-        self._has_event = [True, True]  # not if an exception came between a copy and its event
-        self._twin = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._has_event = [True, True]  # False: an exception came between a copy and its event
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         self._views: dict[tuple[object, ...], list[list[Tensor]]] = {}
         self._turn = 0
 
     def stage(self, fields: Fields) -> list[Tensor | None]:
-        """The tensors of a step on the device: one copy, which the device makes when it is there.
+        """Copies the tensors of a step to the device, asynchronously; returns them there.
 
-        They hold, for the device, until the next step is staged.
+        They are valid, in stream order, until the next step is staged.
 
         Raises:
             ValueError: it is larger than the buffer.
         """
         given = [field for field in fields if field is not None]
         end = staged_bytes(given)
-        if end > len(self._twin):
+        if end > len(self._buffer):
             raise ValueError(
-                f"expected a step of at most {len(self._twin):,} bytes, got {end:,}: make the "
+                f"expected a step of at most {len(self._buffer):,} bytes, got {end:,}: make the "
                 "staging for the largest bucket"
             )
         key = tuple((field.dtype, field.shape) for field in given)
         if key not in self._views:
-            self._views[key] = [_views(each, given) for each in (*self._hosts, self._twin)]
-        *hosts, twins = self._views[key]
+            self._views[key] = [_views(each, given) for each in (*self._hosts, self._buffer)]
+        *hosts, staged = self._views[key]
         self._turn = turn = 1 - self._turn
         copied = self._copied[turn]
         if not self._has_event[turn]:
-            torch.accelerator.synchronize(self._twin.device)
-        elif not copied.query():  # of a step that was given up
+            torch.accelerator.synchronize(self._buffer.device)
+        elif not copied.query():  # a step was rolled back
             copied.synchronize()
         self._has_event[turn] = False
         for host, field in zip(hosts[turn], given, strict=True):
             host.copy_(field)
-        self._twin[:end].copy_(self._hosts[turn][:end], non_blocking=True)
-        copied.record(torch.accelerator.current_stream(self._twin.device))
+        self._buffer[:end].copy_(self._hosts[turn][:end], non_blocking=True)
+        copied.record(torch.accelerator.current_stream(self._buffer.device))
         self._has_event[turn] = True
-        there = iter(twins)
+        there = iter(staged)
         return [None if field is None else next(there) for field in fields]
 
 
 class Later(Sequence[Item], Generic[Item]):
-    """Items that are waited for when the first of them is read.
+    """Items whose first read waits for them.
 
     Args:
-        read: gives them.
+        read: waits and returns them.
     """
 
     def __init__(self, read: Callable[[], list[Item]]) -> None:
@@ -100,12 +100,12 @@ class Later(Sequence[Item], Generic[Item]):
 
 
 class Return:
-    """The way back of the integers of a step: a copy that only its reader waits for.
+    """Copies the integers of a step to the host; only their reader waits.
 
-    Those of a step must be read before those of the second one behind it are sent.
+    Those of a step must be read before those of the second next one are sent.
 
     Args:
-        device: where steps are computed; any but the CPU.
+        device: computes the steps; any but the CPU.
         size: integers of the largest step.
     """
 
@@ -116,7 +116,7 @@ class Return:
         ]
 
     def send(self, ints: Tensor) -> Later[int]:
-        """Integers ``[n]`` int64 of the device, on their way to the host."""
+        """Starts the copy of ``[n]`` int64."""
         buffer, arrived = self._turns[0]
         self._turns.reverse()
         buffer[: len(ints)].copy_(ints, non_blocking=True)
@@ -131,7 +131,7 @@ def _received(buffer: Tensor, arrived: torch.Event) -> list[int]:
 
 
 def staged_bytes(fields: Fields) -> int:
-    """Bytes that the tensors of a step take in a buffer."""
+    """Computes the bytes that the tensors of a step take in a buffer."""
     return sum(_room(field) for field in fields if field is not None)
 
 

@@ -1,235 +1,146 @@
-"""The steps of an engine: begun, the outcome of each decided before anything changes, made true."""
+"""Runs the steps of an engine: plan, launch, compute the result, then commit it or roll back."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import FrameType
 from typing import NamedTuple
 
 from compiled_attn.engine.block_memory import BlockMemory
-from compiled_attn.engine.executor import Executor, FittedStep
-from compiled_attn.engine.logprobs import ScoredToken
-from compiled_attn.engine.request_state import Mailbox, RequestState, Status, TokenEvent
+from compiled_attn.engine.executor import Executor, PlannedStep
+from compiled_attn.engine.logprobs import RowResult
+from compiled_attn.engine.request_state import RequestState, Status
 from compiled_attn.engine.sampler import NOT_FINITE
 from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
 from compiled_attn.engine.tally import StepRecord, Tally
 from graphs import no_compile
 
-__all__ = ["Attempt", "Changes", "Outcome", "StepsUnderWay", "outcome_of"]
+__all__ = ["StepResult", "StepRunner", "step_result"]
+
+
+class _Change(NamedTuple):
+    """The change of one request.
+
+    Args:
+        sequence: the request.
+        start: tokens that were computed before the step.
+        row: what the step yields for it.
+        has_token: whether its token is the next one, not that of a chunk inside the prompt.
+        reason: why the request finishes; "" if it goes on.
+    """
+
+    sequence: RequestState
+    start: int
+    row: RowResult
+    has_token: bool
+    reason: str
 
 
 @dataclass(slots=True)
-class Outcome:
-    """A computed step: from the moment that the engine has it the step was done.
+class StepResult:
+    """The result of a computed step, which changes nothing before it is committed.
 
     Args:
-        number: of the step, from 0 on.
-        now_s: when, on the clock of `time.perf_counter`.
+        step: the computed tokens that later prompts may share.
+        now_s: when it was computed, on the clock of `time.perf_counter`.
         record: its figures.
-        computed: what later prompts may share.
-        tokens: sequences with the place and the id of their next token.
-        scored: sequences with how much of them was computed, their tokens, and the scores of this
-            step.
-        mail: the events of each mailbox under their keys.
-        ended: sequences that end here, and whether with an error.
+        changes: of its requests, in order.
     """
 
-    number: int
+    step: ScheduledStep
     now_s: float
     record: StepRecord
-    computed: ScheduledStep
-    tokens: list[tuple[RequestState, int, int]] = field(default_factory=list)
-    scored: list[tuple[RequestState, int, int, ScoredToken]] = field(default_factory=list)
-    mail: defaultdict[Mailbox[TokenEvent], dict[Hashable, TokenEvent]] = field(
-        default_factory=partial(defaultdict, dict)
-    )
-    ended: list[tuple[RequestState, bool]] = field(default_factory=list)
+    changes: list[_Change] = field(default_factory=list)
 
-    def make_true(self, requests: MutableMapping[int, RequestState], tally: Tally) -> None:
-        """Hands out tokens and events, and ends what has ended; once more changes nothing."""
-        for sequence, place, token in self.tokens:
-            sequence.take(place, token, self.now_s)
-        for sequence, computed, place, scored in self.scored:
-            sequence.take_scores(computed, place, scored)
-        for mailbox, events in self.mail.items():
-            mailbox.put(events)
-        for sequence, _ in self.ended:
-            requests.pop(sequence.request_id, None)
-        tally.add(self.number, self.record)
+    def commit(
+        self,
+        requests: MutableMapping[int, RequestState],
+        tally: Tally,
+        scheduler: Scheduler,
+        memory: BlockMemory,
+    ) -> None:
+        """Appends tokens and events, then frees the blocks of finished requests.
 
-    def release(self, scheduler: Scheduler, memory: BlockMemory) -> None:
-        """Lets later prompts share what was computed, and frees the blocks of what has ended.
-
-        Of a sequence that failed only what it found, and is finite, stays.
+        The first part cannot fail; if the second does, the blocks can be rebuilt from the requests.
         """
-        scheduler.commit(self.computed)
-        for sequence, has_failed in self.ended:
-            sound = memory.sound_hits(sequence.request_id) if has_failed else None
-            scheduler.finish(sequence, sound_blocks=sound)
+        finished = [each for each in self.changes if each.reason]
+        for sequence, start, row, has_token, reason in self.changes:
+            sequence.apply(row, start, self.now_s, has_token=has_token, reason=reason)
+        for each in finished:
+            del requests[each.sequence.request_id]
+        tally.add(self.record)
+        scheduler.commit(self.step)
+        for each in finished:
+            # A failed request leaves only blocks that it found in the cache, if they are finite.
+            sound = memory.sound_hits(each.sequence.request_id) if each.row.error else None
+            scheduler.finish(each.sequence, sound_blocks=sound)
 
-    def tell(self, sequence: RequestState, event: TokenEvent) -> None:
-        """Adds what is told of a sequence."""
-        self.mail[sequence.mailbox][self.number, sequence.request_id] = event
-        if event.result is not None:
-            self.ended.append((sequence, event.token is None))
 
-
-def outcome_of(
-    number: int,
-    step: ScheduledStep,
-    rows: Sequence[int | str | ScoredToken],
-    now_s: float,
-    record: StepRecord,
-) -> Outcome:
-    """What the next tokens of a step come to; changes nothing but the outcome.
+def step_result(
+    step: ScheduledStep, rows: Sequence[RowResult], now_s: float, record: StepRecord
+) -> StepResult:
+    """Computes the result of a step; changes nothing.
 
     Args:
-        number: of the step.
-        step: what it computed.
-        rows: for each sequence the token after it, or why there is none.
+        step: what was computed.
+        rows: what it yields for each sequence.
         now_s: the time.
-        record: figures of the step, to which those of its tokens are added.
+        record: figures of the step, to which those of its requests are added.
     """
-    outcome, ttft_s = Outcome(number, now_s, record, step), []
+    result, ttft_s, tokens = StepResult(step, now_s, record), [], 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
+    failed: set[RequestState] = set()
     parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
     for sequence, count, start, row in parts:
-        if finished and sequence in finished:  # since the step began
+        if finished and sequence in finished:  # since the step was launched
             continue
-        place = len(sequence.tokens)
-        scored: ScoredToken | None = None
-        if not isinstance(row, int):
-            if isinstance(row, str):
-                outcome.tell(sequence, sequence.failure(row, now_s))
-                continue
-            outcome.scored.append((sequence, start, place, row))
-            scored, row = row, row.token
-        if start + count < place:
+        has_token, reason = start + count >= len(sequence.tokens), ""
+        if has_token and row.token is not None:
+            try:
+                reason = sequence.finish_reason(row.token)
+            except Exception as error:  # in its stop strings or its grammar
+                row = RowResult(error=f"its end is unknown: {type(error).__name__}: {error}")
+        if row.token is None:
+            failed.add(sequence)
+            has_token, reason = False, "error"
+        elif has_token:
+            tokens += 1
+            if len(sequence.tokens) == sequence.prompt_len:
+                ttft_s.append(now_s - sequence.arrived_s)
+        elif not row.prompt_logprobs:
             continue
-        try:
-            event = sequence.event(row, now_s, scored, start)
-        except Exception as error:  # in its stop strings or its grammar: nobody else's
-            reason = f"its end cannot be told: {type(error).__name__}: {error}"
-            outcome.tell(sequence, sequence.failure(reason, now_s))
-            continue
-        if place == sequence.prompt_len:
-            ttft_s.append(now_s - sequence.arrived_s)
-        outcome.tell(sequence, event)
-        outcome.tokens.append((sequence, place, row))
-    failed = {sequence for sequence, has_failed in outcome.ended if has_failed}
+        result.changes.append(_Change(sequence, start, row, has_token, reason))
     if gone := failed | finished:
-        outcome.computed = step.without(gone)
-    outcome.record = replace(
+        result.step = step.without(gone)
+    result.record = replace(
         record,
-        generated_tokens=len(outcome.tokens),
+        generated_tokens=tokens,
         ttft_s=tuple(ttft_s),
-        requests=len(outcome.ended),
+        requests=sum(bool(each.reason) for each in result.changes),
         failed_requests=len(failed),
+        nonfinite_rows=sum(row.error is NOT_FINITE for row in rows),
     )
-    return outcome
+    return result
 
 
-@dataclass(slots=True)
-class Attempt:
-    """A change that has begun; with an outcome it is a step that was done."""
+class StepRunner:
+    """Plans and launches steps, and computes their results, in order.
 
-    outcome: Outcome | None = None
-
-
-class Changes:
-    """Runs changes of requests and blocks one at a time, and mends what an exception tore.
-
-    Args:
-        recover: given the outcome of the step that was done, or None; makes everything whole. It
-            is called again if it was itself interrupted, so a second call must do no harm.
-    """
-
-    def __init__(self, recover: Callable[[Outcome | None], None]) -> None:
-        self._recover = recover
-        self._attempt: Attempt | None = None
-        self._frame: FrameType | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a change is being made: by another thread, or by a caller of this call."""
-        # The call itself, looked for on the stacks: a flag or a lock can be left set.
-        frame = self._frame
-        return frame is not None and _is_executing(frame)
-
-    def refuse_second(self) -> None:
-        """Raises RuntimeError while a change is being made."""
-        if self.is_running:
-            raise RuntimeError(
-                "expected an engine that is not at work, got a call from within a step, or from "
-                "another thread: let one thread step it"
-            )
-
-    def run(self, change: Callable[[Attempt], None]) -> None:
-        """Makes a change; interrupted, it was done or is undone."""
-        self._attempt = attempt = Attempt()
-        self._frame = sys._getframe()
-        try:
-            change(attempt)
-            self._attempt = None
-        except BaseException:
-            self.finish()
-            raise
-        self._frame = None
-
-    def finish(self, *, is_whole: bool = True) -> None:
-        """Recovers from what an exception left behind; ``is_whole`` False: in any case."""
-        attempt = self._attempt
-        if attempt is not None or not is_whole:
-            self._recover(attempt.outcome if attempt else None)
-            self._attempt = None
-
-
-def _is_executing(frame: FrameType) -> bool:
-    for top in sys._current_frames().values():
-        caller: FrameType | None = top
-        while caller is not None and caller is not frame:
-            caller = caller.f_back
-        if caller is frame:
-            return True
-    return False
-
-
-class BegunStep(NamedTuple):
-    """A step that an executor computes.
+    With async scheduling, where the executor supports it, a step is planned and launched before the
+    tokens of the previous one are read, so that a device always has work. The plan assumes that no
+    request finishes except by its length; what is computed for one that did is ignored. The next
+    step is not launched ahead if the host samples the tokens of this one, nor if blocks are so
+    scarce that a request might be preempted.
 
     Args:
-        step: what it computes.
-        rows: what comes of it; to read them waits for it.
-        started_s: when it was planned, on the clock of `time.perf_counter`.
-    """
-
-    step: FittedStep
-    rows: Sequence[int | str | ScoredToken]
-    started_s: float
-
-
-class StepsUnderWay:
-    """Plans steps, has them computed, and tells what comes of them, in order.
-
-    Where the executor can look ahead, a step is planned and begun before the tokens of the one
-    before are read, so that a device always has something to do. It is planned as if no request
-    ended but by its length; what it computes of one that did is not looked at. There is no
-    look-ahead behind a step whose tokens the host samples, and none where blocks are so scarce that
-    a request might have to give up its own.
-
-    Args:
-        executor: what computes them.
+        executor: computes the steps.
         memory: the blocks of the requests.
-        scheduler: what decides each step.
+        scheduler: decides each step.
         sentinel: armed while a step is planned and computed.
 
     Attributes:
-        ahead: how many steps began before the tokens of the one before were read.
+        ahead: how many steps were launched ahead.
     """
 
     def __init__(
@@ -237,55 +148,58 @@ class StepsUnderWay:
     ) -> None:
         self._executor, self._memory = executor, memory
         self._scheduler, self._sentinel = scheduler, sentinel
-        self._begun: BegunStep | None = None
-        self._told_s = 0.0
+        self._launched: tuple[PlannedStep, Sequence[RowResult]] | None = None
+        self._computed_s = 0.0
         self.ahead = 0
 
-    def outcome(self, number: int) -> Outcome:
-        """What comes of the next step, whose number is given; its requests have not changed yet.
+    def compute(self) -> StepResult:
+        """Computes the result of the next step; its requests have not changed yet.
 
         Raises:
-            graphs.BucketOverflow, graphs.GraphBudgetExceeded: see `Executor.fit` and the sentinel.
+            graphs.BucketOverflow, graphs.GraphBudgetExceeded: see `Executor.plan` and the sentinel.
         """
         with self._sentinel:
-            begun = self._begun or self._begin()
-            assert begun is not None, "a step was asked for without work"
-            self._begun = self._begin_after(begun)
-            rows = [*begun.rows]
-        step, started, now = begun.step, max(begun.started_s, self._told_s), time.perf_counter()
-        self._told_s = now
+            launched = self._launched or self._launch(self._plan())
+            assert launched is not None, "a step without work"
+            step, rows = launched
+            self._launched = self._launch_ahead(step)
+            rows = [*rows]
+        started, now = max(step.started_s, self._computed_s), time.perf_counter()
+        self._computed_s = now
+        pool = self._memory.pool
         record = StepRecord(
             step.plan.need,
             step.bucket,
             now - started,
-            self._memory.pool.num_used,
-            self._memory.pool.highest_used,
+            pool.num_used,
+            pool.highest_used,
             step.wanted,
-            nonfinite_rows=rows.count(NOT_FINITE),
         )
-        return outcome_of(number, step.parts, rows, now, record)
+        return step_result(step.parts, rows, now, record)
 
-    def forget(self) -> None:
-        """Gives up what has begun: its requests are computed again."""
-        self._begun = None
+    def rollback(self) -> None:
+        """Forgets the launched step: its requests are computed again."""
+        self._launched = None
 
-    def _begin(self, ending: Collection[RequestState] = ()) -> BegunStep | None:
+    def _plan(self, ending: Collection[RequestState] = ()) -> PlannedStep | None:
         started = time.perf_counter()
         scheduled = self._scheduler.schedule(ending)
         if not scheduled:
             return None
         self._memory.settle()
         ids = (sequence.request_id for sequence in scheduled.sequences)
-        step = self._executor.fit(scheduled, self._memory.tables(ids, self._scheduler.changed))
-        return BegunStep(step, self._executor.run(step), started)
+        table = self._memory.tables(ids, self._scheduler.changed)
+        return self._executor.plan(scheduled, table)._replace(started_s=started)
 
-    def _begin_after(self, begun: BegunStep) -> BegunStep | None:
-        """The step behind one that is being computed, where there can be one."""
-        if not self._executor.looks_ahead or not self._scheduler.can_look_ahead:
+    def _launch(self, step: PlannedStep | None) -> tuple[PlannedStep, Sequence[RowResult]] | None:
+        return None if step is None else (step, self._executor.launch(step))
+
+    def _launch_ahead(self, step: PlannedStep) -> tuple[PlannedStep, Sequence[RowResult]] | None:
+        if not self._executor.schedules_ahead or not self._scheduler.can_schedule_ahead:
             return None
-        parts = begun.step.parts
-        if not all(parts.sequences[at].sampling.only_draws for at in parts.special):
+        parts = step.parts
+        if not all(parts.sequences[at].sampling.only_samples for at in parts.special):
             return None
-        after = self._begin(self._scheduler.advance(parts))
-        self.ahead += after is not None
-        return after
+        launched = self._launch(self._plan(self._scheduler.advance(parts)))
+        self.ahead += launched is not None
+        return launched

@@ -1,44 +1,36 @@
-"""A workload, and the tokens that serving it gives, one after the other."""
+"""A workload of requests, and the stream of tokens that serves it."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.report import StepInfo
-from compiled_attn.engine.request_state import GenerationResult, Mailbox, TokenEvent
+from compiled_attn.engine.request_state import GenerationResult, TokenEvent
 from compiled_attn.engine.sampling import SamplingParams, token_ids
 
-if TYPE_CHECKING:
-    from compiled_attn.engine.engine import Engine
-
-__all__ = ["Known", "Stream", "Workload", "ended", "refuse_second", "results_of"]
+__all__ = ["Stream", "Workload", "results_of"]
 
 _FOREVER = 1e9
-
-Known: TypeAlias = "list[tuple[weakref.ref[Stream], Mailbox[TokenEvent]]]"
-"""The streams of an engine, of which at most one is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests with their sampling and arrival times: each continuation of a prompt is one.
+    """Requests with their sampling and arrival times; each continuation of a prompt is one.
 
     Args:
         names: index of the prompt of each request, and which of its continuations it is.
         prompts: token ids of each request.
         sampling: how each is continued.
-        salts: which prompts may share blocks: those of equal salt.
+        salts: requests of equal salt may share blocks.
         arrivals: seconds from the start at which each arrives (open loop); None: all at once.
         concurrency: requests in flight at most (closed loop); None: no limit.
     """
@@ -58,7 +50,7 @@ class Workload:
         arrivals: Sequence[float] | None,
         concurrency: Any,
     ) -> Workload:
-        """The workload, with one sampling and one salt spread over all requests.
+        """Makes a workload; a single sampling or salt applies to all requests.
 
         Raises:
             ConfigError: prompts are not token ids, numbers of prompts, samplings, salts and
@@ -88,141 +80,153 @@ class Workload:
         )
 
     def others(self, at: int) -> list[int]:
-        """The further continuations of a prompt, given its first."""
+        """Returns the further continuations of a prompt, given its first."""
         index, choice = self.names[at]
         same = takewhile(lambda other: self.names[other][0] == index, range(at, len(self.names)))
         return [] if choice else [*same][1:]
 
 
 def _continuation(sampling: Any, choice: int) -> Any:
-    """One of the continuations; what is not `SamplingParams` is refused later, with its prompt."""
+    """One of the continuations; the check of a prompt refuses what is not `SamplingParams`."""
     return sampling.continuation(choice) if isinstance(sampling, SamplingParams) else sampling
+
+
+class StreamEngine(Protocol):
+    """What a `Stream` needs of an engine."""
+
+    is_streaming: bool
+
+    @property
+    def open_requests(self) -> set[int]:
+        """Ids of the requests that wait or run."""
+
+    def enter(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        salt: Salt,
+        arrived_s: float | None,
+        events: deque[TokenEvent],
+        name: tuple[int, int],
+    ) -> int:
+        """Queues a request whose events go to a queue, and returns its id."""
+
+    def advance(self) -> None:
+        """Computes one step."""
+
+    def has_started(self, request_id: int) -> bool:
+        """Whether the prompt of a request was computed, or it has finished."""
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Aborts those of the requests that are open."""
+
+    def info(self, elapsed_s: float) -> StepInfo:
+        """Returns the state of the engine."""
 
 
 class Stream(Iterator[TokenEvent]):
     """Serves a workload while it is iterated over; yields the tokens of its own requests.
 
     A reader that stops early (`close`, or dropping it) aborts the requests that are still open, and
-    so does an exception while it serves; events that it has by then can still be read. Requests of
-    others are computed along the way, and their events kept for them.
+    so does an exception in a step; events that exist by then can still be read. Requests of others
+    are computed along the way.
 
     Args:
-        engine: what serves it, and keeps account of its streams.
+        engine: serves it.
         workload: requests that can all be served.
         on_step: called after every step.
 
     Raises:
-        RuntimeError: at its first token, if the engine is serving another stream then; it can be
-            read when that has ended.
+        RuntimeError: at its first token, if another stream is open; it can be read when that has
+            finished.
     """
 
     def __init__(
-        self, engine: Engine, workload: Workload, on_step: Callable[[StepInfo], None] | None
+        self, engine: StreamEngine, workload: Workload, on_step: Callable[[StepInfo], None] | None
     ) -> None:
-        self.mailbox: Mailbox[TokenEvent] = Mailbox()
-        self._engine = engine
-        self.names = workload.names
-        self._wishes: set[str] = set()
-        self._steps = _serve(engine, workload, self.mailbox, on_step, self._wishes)
+        self._engine, self._workload, self._on_step = engine, workload, on_step
+        self._events: deque[TokenEvent] = deque()
+        self._is_open = self._has_finished = False
+        self._started_s = 0.0
+        self._in_flight: set[int] = set()
+        arrivals, names = workload.arrivals, workload.names
+        self._times = [0.0] * len(names) if arrivals is None else arrivals
+        firsts = (at for at, (_, choice) in enumerate(names) if not choice)
+        self._queue = deque(sorted(firsts, key=self._times.__getitem__))
+        self._others: dict[int, list[int]] = {}  # wait for the request that computes their prompt
 
     @property
-    def is_open(self) -> bool:
-        """Whether it has begun and not ended."""
-        state = inspect.getgeneratorstate(self._steps)
-        return state in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was served to its end, closed, or ended by an exception."""
-        return inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED
+    def names(self) -> Sequence[tuple[int, int]]:
+        """Index and continuation of each request."""
+        return self._workload.names
 
     def __next__(self) -> TokenEvent:
-        self.mailbox.arrived()
-        while not len(self.mailbox):
-            if not (self.is_open or self.has_ended):
-                refuse_second(self._engine._streams)
-            next(self._steps)
-        try:
-            return self.mailbox.hand_out_first()
-        except BaseException:
-            self.mailbox.came_back()
-            raise
+        while not self._events:
+            if self._has_finished:
+                raise StopIteration
+            if not self._is_open:
+                self._open()
+            try:
+                self._step()
+            except BaseException:
+                self.close()
+                raise
+        return self._events.popleft()
 
     def close(self) -> None:
-        """Aborts what is open; after a step, if it is called during one."""
-        if inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING:
-            self._wishes.add("close")
-        else:
-            self._steps.close()
+        """Aborts open requests; after the step, if it is called during one."""
+        if self._is_open:
+            self._is_open = self._engine.is_streaming = False
+        self._has_finished = True
+        self._engine.drop(self._in_flight)
 
+    def __del__(self) -> None:
+        self.close()
 
-def _serve(
-    engine: Engine,
-    workload: Workload,
-    mailbox: Mailbox[TokenEvent],
-    on_step: Callable[[StepInfo], None] | None,
-    wishes: set[str],
-) -> Generator[None, None, None]:
-    arrivals = workload.arrivals
-    times = [0.0] * len(workload.prompts) if arrivals is None else arrivals
-    firsts = (at for at, (_, choice) in enumerate(workload.names) if not choice)
-    queue = deque(sorted(firsts, key=times.__getitem__))
-    others: dict[int, list[int]] = {}  # of a prompt, by the request that computes it for them
-    limit = workload.concurrency or len(times)
-    started = time.perf_counter()
-    in_flight: set[int] = set()
-    try:
-        while (queue or in_flight or others) and "close" not in wishes:
-            elapsed = time.perf_counter() - started
-            for first in [each for each in others if _has_begun(engine, each)]:
-                queue.extendleft(reversed(others.pop(first)))
-            while queue and times[queue[0]] <= elapsed and len(in_flight) < limit:
-                at = queue.popleft()
-                request_id = engine._enter(
-                    workload.prompts[at],
-                    workload.sampling[at],
-                    workload.salts[at],
-                    None if arrivals is None else started + times[at],
-                    mailbox,
-                    *workload.names[at],
-                )
-                in_flight.add(request_id)
-                if more := workload.others(at):
-                    others[request_id] = more
-            if not in_flight:
-                time.sleep(times[queue[0]] - elapsed)
-                continue
-            if in_flight & engine.open_requests:
-                engine._advance()
-                if on_step is not None:
-                    on_step(engine.info(time.perf_counter() - started))
-            in_flight &= engine.open_requests
-            yield
-    finally:
-        engine._abort(in_flight)
+    def _open(self) -> None:
+        if self._engine.is_streaming:
+            raise RuntimeError(
+                "expected an idle engine, but it serves another stream: finish or close that first"
+            )
+        self._is_open = self._engine.is_streaming = True
+        self._started_s = time.perf_counter()
 
+    def _step(self) -> None:
+        """Submits what is due and computes a step, or waits for the next arrival."""
+        engine, times = self._engine, self._times
+        elapsed = time.perf_counter() - self._started_s
+        for first in [each for each in self._others if engine.has_started(each)]:
+            self._queue.extendleft(reversed(self._others.pop(first)))
+        limit = self._workload.concurrency or len(times)
+        while self._queue and times[self._queue[0]] <= elapsed and len(self._in_flight) < limit:
+            self._submit(self._queue.popleft())
+        if self._in_flight & engine.open_requests:
+            engine.advance()
+            if self._on_step is not None:
+                self._on_step(engine.info(time.perf_counter() - self._started_s))
+        elif self._queue and not self._in_flight:
+            time.sleep(times[self._queue[0]] - elapsed)
+        self._in_flight &= engine.open_requests
+        if self._has_finished or not (self._queue or self._in_flight or self._others):
+            self.close()
 
-def _has_begun(engine: Engine, request_id: int) -> bool:
-    """Whether the prompt of a request was computed, or it has ended."""
-    sequence = engine._requests.get(request_id)
-    return sequence is None or sequence.generated > 0
-
-
-def refuse_second(known: Known) -> None:
-    """Raises RuntimeError if one of an engine's streams is open."""
-    if any((stream := ref()) is not None and stream.is_open for ref, _ in known):
-        raise RuntimeError(
-            "expected an idle engine, but it serves another stream: finish or close that first"
+    def _submit(self, at: int) -> None:
+        workload = self._workload
+        request_id = self._engine.enter(
+            workload.prompts[at],
+            workload.sampling[at],
+            workload.salts[at],
+            None if workload.arrivals is None else self._started_s + self._times[at],
+            self._events,
+            workload.names[at],
         )
-
-
-def ended(known: Known) -> list[Mailbox[TokenEvent]]:
-    """Mailboxes of streams that ended, whose requests nobody waits for any more."""
-    return [box for ref, box in known if (stream := ref()) is None or stream.has_ended]
+        self._in_flight.add(request_id)
+        if others := workload.others(at):
+            self._others[request_id] = others
 
 
 def results_of(stream: Stream, *, in_order: bool) -> Iterator[GenerationResult]:
-    """The results among the events of a stream, as they come or in the order of the prompts."""
+    """Yields the results of a stream, as they finish or in the order of the prompts."""
     with contextlib.closing(stream):
         finished = (event.result for event in stream if event.result is not None)
         yield from _in_order(finished, stream.names) if in_order else finished
@@ -231,14 +235,13 @@ def results_of(stream: Stream, *, in_order: bool) -> Iterator[GenerationResult]:
 def _in_order(
     results: Iterable[GenerationResult], names: Iterable[tuple[int, int]]
 ) -> Iterator[GenerationResult]:
-    """Results in the order of their names, each as soon as those before it are there."""
     early: dict[tuple[int, int], GenerationResult] = {}
     waiting = deque(names)
     for result in results:
         early[result.index, result.choice] = result
         while waiting and waiting[0] in early:
             yield early.pop(waiting.popleft())
-    yield from (early[name] for name in sorted(early))  # behind one that was aborted
+    yield from (early[name] for name in sorted(early))  # after one that was aborted
 
 
 def _all_token_ids(prompts: Any) -> list[list[int]]:
@@ -251,7 +254,7 @@ def _all_token_ids(prompts: Any) -> list[list[int]]:
 
 
 def _one_each(given: Any, one: type | tuple[type, ...], count: int, name: str) -> list[Any]:
-    """A list of ``count``: what is given, or that many of the one that is given."""
+    """A list of ``count``: the given values, or a single one repeated."""
     if isinstance(given, one):
         return [given] * count
     if isinstance(given, Mapping) or not isinstance(given, Iterable):

@@ -26,14 +26,14 @@ The middle of a bin is within 1 % of everything in it (DDSketch, Masson et al., 
 
 
 def bin_of(seconds: float) -> int:
-    """The bin that a duration falls into; shorter and longer ones fall into the outermost."""
+    """Returns the bin of a duration; the outermost bins take all that is out of range."""
     if not seconds > _LEAST_S:
         return 0
     return int(min(BINS - 1, math.log(seconds / _LEAST_S) / math.log(_GROWTH)))
 
 
 def quantile(counts: NDArray[np.float64], share: float) -> float:
-    """The duration in seconds that ``share`` of all reach at most, within 1 %; 0 without any.
+    """Returns the duration in seconds that ``share`` of all do not exceed, within 1 %; 0 if none.
 
     Args:
         counts: ``[BINS]``, how many durations fell into each bin.
@@ -47,28 +47,24 @@ def quantile(counts: NDArray[np.float64], share: float) -> float:
 
 
 class Series:
-    """Every n-th point of a curve, n doubling whenever there are more than a thousand.
-
-    The points are kept by their numbers, so that one that is put again changes nothing.
-    """
+    """Every n-th point of a curve, n doubling whenever there are more than a thousand."""
 
     def __init__(self) -> None:
         self._every = 1
-        self._points: dict[int, tuple[float, ...]] = {}
+        self._count = 0
+        self._points: list[tuple[float, ...]] = []
 
-    def put(self, number: int, *point: float) -> None:
-        """Keeps point ``number``, if it is one that is kept."""
-        if number % self._every:
-            return
-        self._points[number] = point
+    def put(self, *point: float) -> None:
+        """Adds the next point of the curve."""
+        if self._count % self._every == 0:
+            self._points.append(point)
+        self._count += 1
         if len(self._points) > _MOST:
-            every = 2 * self._every
-            kept = {n: p for n, p in self._points.items() if n % every == 0}
-            self._every, self._points = every, kept
+            self._every, self._points = 2 * self._every, self._points[::2]
 
     def columns(self) -> list[tuple[float, ...]]:
-        """The points column by column; none where there is no point."""
-        return list(zip(*self._points.values(), strict=True))
+        """Returns the points column by column; none if there is no point."""
+        return list(zip(*self._points, strict=True))
 
 
 _OF_STEP = ("seconds", "requests", "failed_requests", "generated_tokens", "nonfinite_rows")
@@ -78,7 +74,7 @@ _AXES = ("tokens", "shared", "unique")
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Median, 99th percentile and maximum of durations in milliseconds (0 where there is none).
+    """Median, 99th percentile and maximum of durations in milliseconds (0 if there is none).
 
     The percentiles are within 1 %, the maximum is exact.
     """
@@ -89,20 +85,19 @@ class Percentiles:
 
     @staticmethod
     def of(counts: NDArray[np.float64], most_s: float) -> Percentiles:
-        """The percentiles of a histogram of durations, whose longest is known."""
+        """Computes percentiles of a histogram of durations, whose maximum is known."""
         p50, p99 = (min(quantile(counts, share), most_s) for share in (0.5, 0.99))
         return Percentiles(*(round(seconds * 1e3, 3) for seconds in (p50, p99, most_s)))
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: what it needed, the bucket it ran in, and how long it took on the host's clock.
+    """One step: the sizes it needed, the bucket it ran in, and its seconds on the host's clock.
 
-    ``blocks_used`` counts the blocks in use after its tokens were computed, ``highest_used`` is the
-    highest place of one. ``wanted`` is what the scheduler's whole step needed, which is more where
-    it was cut. ``ttft_s`` has the times to the first token of the requests that got it, the next
-    three say what came of it: finished requests (those that failed among them), and rows whose
-    logits were not finite.
+    ``blocks_used`` counts the blocks in use, ``highest_used`` is the highest of them. ``wanted`` is
+    what the whole scheduled step needed, which is more if it was cut. ``ttft_s`` has the times to
+    first token in this step; ``requests`` counts those that finished, failed ones included, and
+    ``nonfinite_rows`` the rows whose logits were not finite.
     """
 
     need: Mapping[str, int]
@@ -121,16 +116,15 @@ class StepRecord:
 class Tally:
     """Sums, histograms and a thinned-out series of all steps; its size does not grow.
 
-    All numbers are one array, and a step is one addition to it: an interrupt leaves it counted or
-    not, and `add` counts a step that is added again once.
+    All numbers are one array, and a step is one addition to it.
 
     Args:
         buckets: those that steps run in.
         cost: of a bucket, or of what a step needs.
 
     Attributes:
-        blocks: blocks in use and the highest place of one, over the busy seconds.
-        last: the step that was added last.
+        blocks: blocks in use and the highest of them, over the busy seconds.
+        last: the last step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], cost: Callable[[Bucket], float]) -> None:
@@ -141,30 +135,28 @@ class Tally:
         sizes = (f"{kind} {axis}" for kind in ("need", "bucket") for axis in _AXES)
         names = ["steps", "cut_steps", *_OF_STEP, *sizes]
         self._place = {name: place for place, name in enumerate(names)}
-        # Behind the names: the histogram of first tokens, then of each bucket cost and histogram.
+        # After the names: the histogram of first tokens, then of each bucket cost and histogram.
         self._first = len(names)
         self._per_bucket = self._first + BINS
         self._sums = np.zeros(self._per_bucket + len(buckets) * (1 + BINS))
         self._longest = np.zeros(1 + len(buckets))  # to a first token, then a step of each bucket
 
     def __getitem__(self, name: str) -> float:
-        """A sum by its name: steps, seconds, requests, generated_tokens, need tokens, ..."""
+        """Returns a sum by its name: steps, seconds, generated_tokens, need tokens, ..."""
         return float(self._sums[self._place[name]])
 
     def count(self, name: str) -> int:
-        """A sum that is a whole number."""
+        """Returns a sum that is a whole number."""
         return int(self[name])
 
-    def add(self, number: int, step: StepRecord) -> None:
-        """Counts step ``number``, the first being 0; one that is counted already is not again."""
-        if self["steps"] != number:
-            return
+    def add(self, step: StepRecord) -> None:
+        """Counts a step."""
         row = self._row_of[step.bucket]
         at, amounts = self._changes(step, row)
         longest = max(step.ttft_s, default=0.0)
         self.last = step
         np.maximum.at(self._longest, np.array([0, 1 + row]), (longest, step.seconds))
-        self.blocks.put(number, self["seconds"] + step.seconds, step.blocks_used, step.highest_used)
+        self.blocks.put(self["seconds"] + step.seconds, step.blocks_used, step.highest_used)
         np.add.at(self._sums, at, amounts)
 
     def count_failure(self) -> None:
@@ -173,7 +165,7 @@ class Tally:
         np.add.at(self._sums, np.array(at), 1)
 
     def _changes(self, step: StepRecord, row: int) -> tuple[list[int], list[float]]:
-        """What a step adds: places, and the amount at each."""
+        """What a step adds: positions in the array, and the amount at each."""
         is_cut = bool(step.wanted) and dict(step.wanted) != dict(step.need)
         bucket, start = dict(step.bucket), self._start(row)
         needed = self._cost(Bucket(**{name: step.need[name] for name in bucket}))
@@ -185,7 +177,7 @@ class Tally:
 
     @property
     def ttft_ms(self) -> Percentiles:
-        """Times to the first token."""
+        """Times to first token."""
         return Percentiles.of(self._sums[self._first : self._per_bucket], float(self._longest[0]))
 
     @property
@@ -195,7 +187,7 @@ class Tally:
         return Percentiles.of(steps, float(self._longest[1:].max(initial=0.0)))
 
     def padding_waste(self) -> dict[str, float]:
-        """Padded share of all tokens and of all blocks that the steps computed.
+        """Computes the padded share of all tokens and blocks that the steps computed.
 
         The native kernel reads no padded blocks.
         """
@@ -209,9 +201,9 @@ class Tally:
         return {"tokens": share("tokens"), "blocks": share("shared", "unique")}
 
     def of_bucket(self, bucket: Bucket) -> tuple[int, float | None, Percentiles]:
-        """Steps that ran in a bucket, the padded share of what they cost, and their times.
+        """Returns how many steps ran in a bucket, the padded share of their cost, and their times.
 
-        The share is None where there was no step.
+        The share is None if there was no step.
         """
         row = self._row_of[bucket]
         start = self._start(row)

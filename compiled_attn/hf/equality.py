@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelRefused
 from compiled_attn.hf.refused import plain_attention, refused
-from compiled_attn.step import BatchBuilder, Request, StepForm
+from compiled_attn.step import BatchBuilder, Request, StepLayout
 
 __all__ = ["TriedModel", "check_equal", "check_near", "plain_logits", "small_cache", "step_logits"]
 
@@ -39,7 +39,7 @@ class TriedModel(Protocol):
 
     model: PreTrainedModel
     cache: PagedKVCache
-    form: StepForm
+    layout: StepLayout
 
     def compute(self, step: Any, cache: PagedKVCache) -> Tensor:
         """Computes a step over a cache to logits ``[L, vocab]``."""
@@ -64,8 +64,8 @@ def small_cache(
 def step_logits(paged: TriedModel, cache: PagedKVCache, requests: Sequence[Request]) -> Tensor:
     """Returns logits ``[L, vocab]`` of one step of requests, in the layout of the model's steps."""
     width = max(len(request.block_table) for request in requests)
-    form = paged.form.over(cache.num_blocks, cache.block_size, width)
-    plan = form.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
+    layout = paged.layout.over(cache.num_blocks, cache.block_size, width)
+    plan = layout.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
     step: Any = plan.fill()
     device = cache.key(0).device
     moved = type(step)(*(None if field is None else field.to(device) for field in step))

@@ -31,7 +31,7 @@ from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.hf.snapshot import Snapshot
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing
-from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
+from compiled_attn.step import PartsLayout, StepBatch, StepLayout, TableBatch
 
 __all__ = ["ModelChanged", "PagedCausalLM"]
 
@@ -47,7 +47,7 @@ class _WithRegions(nn.Module):
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         paged = self.paged
-        return paged.compute(paged.form.batch(inputs), paged.cache, self._keys)
+        return paged.compute(paged.layout.batch(inputs), paged.cache, self._keys)
 
 
 class PagedCausalLM(nn.Module):
@@ -64,7 +64,7 @@ class PagedCausalLM(nn.Module):
             its attention implementation is switched to ours, and each decoder layer becomes a
             region that a graph compiles once. A model that is refused is left unchanged.
         cache: the paged cache, see `cache_for`.
-        form: layout of steps; None: parts, for plain torch.
+        layout: layout of steps; None: parts, for plain torch.
         packs: chooses the packing of a linear weight ``[N, K]``, see `pack_linears`; None: weights
             are not packed. If packing changes the logits, the layers stay unpacked; if int8 changes
             them too much, the model is refused.
@@ -82,7 +82,7 @@ class PagedCausalLM(nn.Module):
         ValueError: the cache does not fit this model.
 
     Shape:
-        - forward(fields of a batch of the form) -> logits ``[L, vocab]`` of the rows
+        - forward(fields of a batch of the layout) -> logits ``[L, vocab]`` of the rows
           ``logits_index``
     """
 
@@ -90,11 +90,11 @@ class PagedCausalLM(nn.Module):
         self,
         model: PreTrainedModel,
         cache: PagedKVCache,
-        form: StepForm | None = None,
+        layout: StepLayout | None = None,
         packs: Callable[[Tensor], Packing | None] | None = None,
     ) -> None:
         super().__init__()
-        self.form: StepForm = form or Parts(cache.num_blocks, cache.block_size)
+        self.layout: StepLayout = layout or PartsLayout(cache.num_blocks, cache.block_size)
         self.model = model
         self.cache = cache
         calls = calls_by_layer(model)
@@ -124,7 +124,7 @@ class PagedCausalLM(nn.Module):
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step, given as the fields of its batch, to logits ``[L, vocab]``."""
-        return self.compute(self.form.batch(inputs), self.cache)
+        return self.compute(self.layout.batch(inputs), self.cache)
 
     def capture_variants(self) -> Sequence[nn.Module]:
         """Variants for `graphs.capture`: with layers as regions, which may fail, and without."""
@@ -163,13 +163,13 @@ class PagedCausalLM(nn.Module):
 
     def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
         size, windows = cache.block_size, self.windows
-        paged = PagedStep.of(cache, self.form.metadata(step, size), windows)
+        paged = PagedStep.of(cache, self.layout.metadata(step, size), windows)
         rows, tokens = step.logits_index, step.input_ids
         # Without a compiler the first run of the last layer would be computed for nothing.
         cuts = self._cuts_last_layer and (torch.compiler.is_compiling() or self._in_trial)
         if not cuts or statically_known_true(len(tokens) <= len(rows)):
             return paged
-        few = self.form.wanted(step, size)
+        few = self.layout.wanted(step, size)
         if few is None:
             return paged
         return replace(paged, logits=LogitsRows(rows, PagedStep.of(cache, few, windows)))
@@ -203,9 +203,9 @@ class PagedCausalLM(nn.Module):
 
     def _try_cut_last_layer(self, expected: Tensor) -> None:
         """Limits the last layer to the rows that need logits, unless that changes the logits."""
-        form = self.form.over(2, 1, 1)
-        padding = form.padding(dict.fromkeys(form.axes, 1))
-        if not self._layers or not self._are_regions or form.wanted(padding, 1) is None:
+        layout = self.layout.over(2, 1, 1)
+        padding = layout.padding(dict.fromkeys(layout.axes, 1))
+        if not self._layers or not self._are_regions or layout.wanted(padding, 1) is None:
             return
         self._cuts_last_layer = self._in_trial = True
         try:

@@ -57,7 +57,7 @@ def engine_on(
         executor.divide(model, ranks)
         if config.num_blocks is None:
             among = executor.pool_ranks(ranks)
-            sizing = Sizing.of(model, config, chosen_kernel(model, config).form, among)
+            sizing = Sizing.of(model, config, chosen_kernel(model, config).layout, among)
             own = 1 + (sizing.num_blocks - 1) // among
             config = replace(config, num_blocks=ranks.minimum(own), kv_memory=None)
         return RankEngine(ranks, executor(ranks, model, config), **others)

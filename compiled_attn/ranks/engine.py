@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, SamplingParams
-from compiled_attn.engine.request_state import Mailbox, RequestState, TokenEvent
-from compiled_attn.engine.steps import Attempt
+from compiled_attn.engine.request_state import RequestState, TokenEvent
 from compiled_attn.errors import EngineStopped
 from compiled_attn.ranks.group import Ranks
 
@@ -56,9 +56,8 @@ class RankEngine(Engine):
         while (changes := self.ranks.broadcast(None)) is not None:
             for each in changes:
                 self._follow(each)
-            self._advance()
-            self._mailbox.hand_out()
-            self._mailbox.arrived()
+            self.advance()
+            self._events.clear()
 
     def dismiss(self) -> None:
         """End `follow` on the other ranks."""
@@ -72,30 +71,30 @@ class RankEngine(Engine):
             self._ids = itertools.count(change.request_id)
             self.submit(change.prompt, change.sampling, salt=change.salt)
 
-    def _enter(
+    def enter(
         self,
         prompt: list[int],
         sampling: SamplingParams,
         salt: Salt,
         arrived_s: float | None,
-        mailbox: Mailbox[TokenEvent],
-        index: int | None,
-        choice: int = 0,
+        events: deque[TokenEvent],
+        name: tuple[int, int] | None,
     ) -> int:
-        request_id = super()._enter(prompt, sampling, salt, arrived_s, mailbox, index, choice)
+        """See `Engine.enter`."""
+        request_id = super().enter(prompt, sampling, salt, arrived_s, events, name)
         self._unsent.append(
             _Submitted(request_id, prompt, self._requests[request_id].sampling, salt)
         )
         return request_id
 
-    def _drop(self, sequence: RequestState, attempt: Attempt) -> None:
-        super()._drop(sequence, attempt)
+    def _drop(self, sequence: RequestState) -> None:
+        super()._drop(sequence)
         request_id = sequence.request_id
         rest = [each for each in self._unsent if each.request_id != request_id]
         # A request submitted since the last step is unknown to the other ranks.
         self._unsent = rest if len(rest) < len(self._unsent) else [*rest, _Aborted(request_id)]
 
-    def _compute(self, attempt: Attempt) -> None:
+    def _run_step(self) -> None:
         if self._in_step:
             raise EngineStopped(
                 "expected an engine whose ranks agree, got one whose step raised an exception: "
@@ -105,5 +104,5 @@ class RankEngine(Engine):
         if self.ranks.leads:
             self.ranks.broadcast(self._unsent)
         self._unsent = []
-        super()._compute(attempt)
+        super()._run_step()
         self._in_step = False

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.executor import ExecutorReport, FittedStep
+from compiled_attn.engine.executor import ExecutorReport, PlannedStep
 from compiled_attn.engine.local import LocalExecutor
-from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.ranks.group import Ranks
 from compiled_attn.ranks.shard import shard
 from compiled_attn.ranks.turns import RankZeroFirst
@@ -59,16 +59,16 @@ class RankExecutor(LocalExecutor):
         with self.ranks.guard():
             return super().warmup(progress)
 
-    def finite_blocks(self, places: NDArray[np.int64]) -> int:
+    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
         """See `Executor.finite_blocks`; the minimum over ranks."""
-        return self.ranks.minimum(super().finite_blocks(places))
+        return self.ranks.minimum(super().finite_blocks(blocks))
 
     def report(self) -> ExecutorReport:
         """See `Executor.report`."""
         return replace(super().report(), ranks=self.ranks.count)
 
-    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
-        """See `Executor.run`; the results are the same on each rank.
+    def launch(self, step: PlannedStep) -> Sequence[RowResult]:
+        """Launch a step, see `Executor.launch`; the results are the same on each rank.
 
         Raises:
             RankLost: a rank exited.
@@ -77,10 +77,10 @@ class RankExecutor(LocalExecutor):
         if self.config.strict:
             self.ranks.compare(_facts(step))
         with self.ranks.guard():
-            return super().run(step)
+            return super().launch(step)
 
 
-def _facts(step: FittedStep) -> dict[str, NDArray[np.int64]]:
+def _facts(step: PlannedStep) -> dict[str, NDArray[np.int64]]:
     """What defines a step, by name.
 
     The slots of new tokens stand for the blocks: each block of a request was once new or is found

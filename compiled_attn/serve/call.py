@@ -88,7 +88,7 @@ class Call:
         """The answers that have ended, without those that were cancelled or failed."""
         found = []
         for handle in self._handles:
-            if handle.has_ended:
+            if handle.has_finished:
                 with contextlib.suppress(Exception):  # its own error, which the client was told
                     found.append(handle.result(0))
         return found

@@ -109,7 +109,7 @@ class _Figures(Collector):
         is_ready = self._served.stage == "ready"
         yield own.gauge("ready", "Whether the model is warm.", is_ready)
         if is_ready:
-            look = self._served.engine.look
+            look = self._served.engine.call
             yield from _now(own, look(lambda engine: engine.info(0)))
             yield from _so_far(own, look(Engine.report))
 

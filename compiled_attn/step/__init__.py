@@ -4,7 +4,7 @@
 bucket. Host work (numpy) ends here; `StepBatch.metadata` expands them with tensor operations alone,
 so it belongs inside the captured graph, where biases are made once a step for all layers.
 
-Which part shows a token what, so that nothing is counted twice:
+Which part a token reads a key from, so that none is counted twice:
 
 - a request with one new token reads the cache up to and including that token, which is written
   first; it has no causal part;
@@ -14,28 +14,28 @@ Which part shows a token what, so that nothing is counted twice:
 """
 
 from compiled_attn.step.builder import BatchBuilder
-from compiled_attn.step.divided import BlockShare, DividedTables
-from compiled_attn.step.form import ModelWork, StepForm, StepLimits
+from compiled_attn.step.divided import BlockShare, DividedTableLayout
+from compiled_attn.step.layout import ModelWork, StepLayout, StepLimits
 from compiled_attn.step.metadata import AttentionMetadata
 from compiled_attn.step.parts import StepBatch, StepPlan
-from compiled_attn.step.parts_form import Parts
+from compiled_attn.step.parts_layout import PartsLayout
 from compiled_attn.step.requests import Request, RequestTable
-from compiled_attn.step.tables import TableBatch, TablePlan, Tables
+from compiled_attn.step.tables import TableBatch, TableLayout, TablePlan
 
 __all__ = [
     "AttentionMetadata",
     "BatchBuilder",
     "BlockShare",
-    "DividedTables",
+    "DividedTableLayout",
     "ModelWork",
-    "Parts",
+    "PartsLayout",
     "Request",
     "RequestTable",
     "StepBatch",
-    "StepForm",
+    "StepLayout",
     "StepLimits",
     "StepPlan",
     "TableBatch",
+    "TableLayout",
     "TablePlan",
-    "Tables",
 ]

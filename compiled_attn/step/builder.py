@@ -1,4 +1,4 @@
-"""Builds planned steps from requests, or from rows of a table that is kept between steps."""
+"""Builds planned steps from requests, or from rows of a persistent table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.step.parts import StepBatch, StepPlan
-from compiled_attn.step.parts_form import Parts
+from compiled_attn.step.parts_layout import PartsLayout
 from compiled_attn.step.requests import (
     Ints,
     Request,
@@ -18,7 +18,7 @@ from compiled_attn.step.requests import (
     block_ids,
     check_ids,
 )
-from compiled_attn.step.tables import TablePlan, Tables
+from compiled_attn.step.tables import TableLayout, TablePlan
 
 __all__ = ["BatchBuilder"]
 
@@ -26,8 +26,7 @@ __all__ = ["BatchBuilder"]
 class BatchBuilder:
     """Builds steps over a paged cache.
 
-    Every step gets tensors of its own: building the next one never changes those handed out before.
-    (Only tables that a `RequestTable` lets be read in place are its own.)
+    Every step gets new tensors, except for tables that a `RequestTable` lets it read in place.
 
     Args:
         num_blocks: blocks of the cache, null block 0 included.
@@ -41,30 +40,30 @@ class BatchBuilder:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._parts = Parts(num_blocks, block_size)
-        self._tables = Tables(num_blocks, block_size)
+        self._parts = PartsLayout(num_blocks, block_size)
+        self._tables = TableLayout(num_blocks, block_size)
         # Scratch of the size of the cache, written and read only where a step has slots.
         self._last_writer = np.zeros(num_blocks * block_size, np.int64)
 
     def need(self, requests: Sequence[Request]) -> dict[str, int]:
-        """Sizes that the step needs: ``tokens``, ``shared``, ``unique``, ``logits``."""
+        """Returns the sizes that a step needs: ``tokens``, ``shared``, ``unique``, ``logits``."""
         return self.plan(requests).need
 
     def build(
         self, requests: Sequence[Request], bucket: Mapping[str, int] | None = None
     ) -> StepBatch:
-        """The step padded to a bucket (None: to exactly what it needs).
+        """Builds the step, padded to a bucket (None: to exactly what it needs).
 
         A bucket may also carry the axis ``causal``: 0 leaves the causal part out.
 
         Raises:
             ValueError: a request that does not fit the cache or its block table, two requests that
-                write the same slot, or a bucket that is too small; nothing is built.
+                write the same slot, or a bucket that is too small.
         """
         return self.plan(requests).fill(bucket)
 
     def plan(self, requests: Sequence[Request]) -> StepPlan:
-        """The step in parts: its ``need`` picks the bucket that ``fill`` pads it to.
+        """Plans the step in parts: its ``need`` picks the bucket that ``fill`` pads it to.
 
         Raises:
             ValueError: see `build`.
@@ -72,7 +71,7 @@ class BatchBuilder:
         return self._parts.plan(self.rows_of(requests))
 
     def plan_tables(self, requests: Sequence[Request]) -> TablePlan:
-        """The step request by request, for the op: its need is tokens and requests.
+        """Plans the step in tables, for the op: its need is tokens and requests.
 
         Raises:
             ValueError: see `build`.
@@ -89,7 +88,7 @@ class BatchBuilder:
         logits: Sequence[int] | Ints | None = None,
         is_prefill: Sequence[bool] | NDArray[np.bool_] | None = None,
     ) -> StepPlan:
-        """`plan` for rows of a `RequestTable`, see `rows`."""
+        """Plans the step in parts from rows of a `RequestTable`, see `rows`."""
         return self._parts.plan(self.rows(table, rows, context, query, tokens, logits, is_prefill))
 
     def rows(
@@ -102,9 +101,9 @@ class BatchBuilder:
         logits: Sequence[int] | Ints | None = None,
         is_prefill: Sequence[bool] | NDArray[np.bool_] | None = None,
     ) -> StepRows:
-        """A step of rows of a `RequestTable`: no Python work per request or block.
+        """Collects a step from rows of a `RequestTable`, without Python work per request or block.
 
-        The step looks at the table until it is filled: rows may grow meanwhile, but not be given to
+        The step reads the table until it is filled: rows may grow meanwhile, but not be given to
         other requests.
 
         Args:
@@ -120,7 +119,7 @@ class BatchBuilder:
         Raises:
             ValueError: see `build`.
         """
-        # Copies: the caller may count on in its arrays before the plan is filled.
+        # Copies: the caller may change its arrays before the plan is filled.
         at, before, new = (np.array(each, np.int64) for each in (rows, context, query))
         if not len(at):
             raise ValueError("expected at least one request in a step, got none")
@@ -140,7 +139,7 @@ class BatchBuilder:
         )
 
     def rows_of(self, requests: Sequence[Request]) -> StepRows:
-        """The step of these requests, for a form to plan.
+        """Collects a step from requests, for a layout to plan.
 
         Raises:
             ValueError: see `build`.
@@ -171,7 +170,7 @@ class BatchBuilder:
         logits: Ints,
         is_prefill: NDArray[np.bool_],
         tokens: Ints,
-        kept: NDArray[np.int32] | None = None,
+        in_place: NDArray[np.int32] | None = None,
     ) -> StepRows:
         _check_lengths(held * self.block_size, context, query, logits, len(tokens))
         first = np.cumsum(query) - query
@@ -193,7 +192,7 @@ class BatchBuilder:
             tokens,
             positions,
             slots,
-            kept,
+            in_place,
         )
 
     def _check_slots(self, slots: Ints) -> None:
@@ -201,7 +200,7 @@ class BatchBuilder:
         self._last_writer[slots] = order
         if (self._last_writer[slots] != order).any():
             raise ValueError(
-                "expected a slot of its own for every new token of a step, got two with one slot: "
+                "expected a different slot for every new token of a step, got two with one slot: "
                 "requests that share a block must copy it before they write to it"
             )
 

@@ -1,4 +1,4 @@
-"""Steps request by request whose blocks lie on several ranks: what one of them reads."""
+"""Steps in tables whose blocks lie on several ranks: what one of them reads."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
 from compiled_attn.step.requests import Ints, StepRows, block_tables, padded
-from compiled_attn.step.tables import TableBatch, TablePlan, Tables
+from compiled_attn.step.tables import TableBatch, TableLayout, TablePlan
 
-__all__ = ["BlockShare", "DividedTables"]
+__all__ = ["BlockShare", "DividedTableLayout"]
 
 _Blocks: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShare:
-    """The blocks of one rank among those of all.
+    """The blocks of one rank, which are dealt out round-robin.
 
-    They are dealt out in turns: of ``n`` ranks the first has blocks 1, n + 1, 2n + 1, .., so that
-    a request that takes the next free ones has as many on each. Every rank has a null block.
+    Of ``n`` ranks the first has blocks 1, n + 1, 2n + 1, .., so that the blocks of a request are
+    spread evenly. Every rank has a null block.
 
     Args:
         process_rank: the rank's number; no graph depends on it.
@@ -35,29 +35,29 @@ class BlockShare:
     count: int
 
     def of_all(self, num_blocks: int) -> int:
-        """Blocks of all ranks where each has ``num_blocks``, of which one is the null block."""
+        """Counts the blocks of all ranks if each has ``num_blocks``, null block included."""
         return 1 + self.count * (num_blocks - 1)
 
     def has(self, blocks: _Blocks) -> NDArray[np.bool_]:
-        """Which of some blocks of all ranks are this one's; the null block is not."""
+        """Whether each block is on this rank; the null block is not."""
         is_own: NDArray[np.bool_] = (blocks - 1) % self.count == self.process_rank
         return is_own & (blocks > 0)
 
-    def places(self, blocks: _Blocks) -> _Blocks:
-        """Where blocks of this rank lie in its cache; 0, the null block, for those of others."""
-        places: _Blocks = np.where(self.has(blocks), (blocks - 1) // self.count + 1, 0)
-        return places
+    def local(self, blocks: _Blocks) -> _Blocks:
+        """Returns the ids of blocks in the cache of this rank; 0 for those of others."""
+        local: _Blocks = np.where(self.has(blocks), (blocks - 1) // self.count + 1, 0)
+        return local
 
 
 class DividedPlan(TablePlan):
-    """A step of which a rank reads the earlier tokens that it keeps.
+    """A step of which a rank reads the earlier tokens that it stores.
 
     Args:
         rows: its requests and tokens, in blocks of all ranks.
         used: ``[R]`` blocks that each request reads.
         share: the blocks of the rank.
         block_size: slots in a block.
-        width: blocks of a table where `fill` is not told; None: those of the longest request.
+        width: default width of the tables; None: that of the longest request.
 
     Attributes:
         need: the sizes of a bucket that holds it, the same on every rank.
@@ -81,13 +81,13 @@ class DividedPlan(TablePlan):
         )
 
     def _slots(self) -> Ints:
-        """Slots of the new tokens in the rank's cache; of those it does not keep, the first."""
+        """Slots of the new tokens in the rank's cache; 0 for those of other ranks."""
         blocks, within = np.divmod(self.rows.slots, self._block_size)
-        places = self._share.places(blocks)
-        return np.where(places > 0, places * self._block_size + within, 0)
+        local = self._share.local(blocks)
+        return np.where(local > 0, local * self._block_size + within, 0)
 
     def _earlier(self, requests: int, width: int) -> tuple[NDArray[np.int32], Ints]:
-        """The rank's blocks ``[requests, width]`` of each request, and tokens ``[R]`` in them."""
+        """Tables ``[requests, width]`` of the rank's blocks, and tokens ``[R]`` in them."""
         size, context = self._block_size, self.rows.context
         used = -(-context // size)
         tables, lengths = np.zeros((requests, width), np.int32), np.zeros(len(used), np.int64)
@@ -96,7 +96,7 @@ class DividedPlan(TablePlan):
         blocks = block_tables(self.rows, used, len(used), int(used.max()))
         is_own = self._share.has(blocks)
         request, column = is_own.nonzero()
-        tables[request, is_own.cumsum(1)[request, column] - 1] = self._share.places(
+        tables[request, is_own.cumsum(1)[request, column] - 1] = self._share.local(
             blocks[request, column]
         )
         ends = np.minimum((column + 1) * size, context[request])
@@ -105,8 +105,8 @@ class DividedPlan(TablePlan):
 
 
 @dataclass(frozen=True, slots=True)
-class DividedTables(Tables):
-    """The form of steps for the op where each rank keeps some blocks of a request.
+class DividedTableLayout(TableLayout):
+    """The layout of steps for the op if each rank has some blocks of a request.
 
     Args:
         num_blocks: blocks of all ranks, null block included, see `BlockShare.of_all`.
@@ -118,8 +118,8 @@ class DividedTables(Tables):
     group: str = ""
 
     def plan(self, rows: StepRows) -> DividedPlan:
-        """See `StepForm.plan`."""
-        checked = super(DividedTables, self).plan(rows)
+        """See `StepLayout.plan`."""
+        checked = super(DividedTableLayout, self).plan(rows)
         return DividedPlan(rows, checked.used, self.share, self.block_size, self.width)
 
     def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
@@ -131,6 +131,6 @@ class DividedTables(Tables):
         """None: the lengths are of earlier tokens alone."""
         return None
 
-    def over(self, num_blocks: int, block_size: int, width: int) -> DividedTables:
-        """See `StepForm.over`."""
-        return DividedTables(num_blocks, block_size, width, self.share, self.group)
+    def over(self, num_blocks: int, block_size: int, width: int) -> DividedTableLayout:
+        """See `StepLayout.over`."""
+        return DividedTableLayout(num_blocks, block_size, width, self.share, self.group)

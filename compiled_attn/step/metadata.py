@@ -1,5 +1,4 @@
-"""Step metadata in the vocabulary of `paged_attention_v1/v2` and of variable-length flash
-attention.
+"""Step metadata for `paged_attention_v1/v2` and variable-length flash attention.
 
 Made from the same `StepPlan` as the unified metadata, so that one step can feed any of the
 interfaces. Field names and meanings are those of vLLM's attention metadata.
@@ -59,7 +58,7 @@ class AttentionMetadata:
         tokens: int,
         use_captured_graph: bool,
     ) -> AttentionMetadata:
-        """The metadata of a step, padded to ``requests`` and ``tokens``.
+        """Makes the metadata of a step, padded to ``requests`` and ``tokens``.
 
         Args:
             rows: its requests and tokens.

@@ -1,4 +1,4 @@
-"""A step in parts: before padding its plan, padded the tensors of a bucket."""
+"""A step in parts: its plan before padding, and the padded tensors of a bucket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepBatch(NamedTuple):
     Shape (T tokens, S shared blocks, U unique blocks, L logits; parts that a bucket lacks are
     None):
         - input_ids, positions, slot_mapping: ``[T]`` int64
-        - logits_index: ``[L]`` int64, rows of T whose logits are wanted, requests in order
+        - logits_index: ``[L]`` int64, rows of T that need logits, requests in order
         - causal_group: ``[T]`` int64, ordinal of the request of each token that has a causal part,
           else -1 (compared, never used as an index)
         - shared_blocks, shared_starts, shared_lengths: ``[S]`` int64
@@ -62,11 +62,11 @@ class StepBatch(NamedTuple):
 
     @classmethod
     def padding(cls, bucket: Mapping[str, int]) -> StepBatch:
-        """A step of padding alone, to capture a bucket with: it writes to the null block only.
+        """Returns a step of padding alone, which writes to the null block only.
 
         Args:
-            bucket: sizes ``tokens``, ``shared``, ``unique``, ``logits``, 0 for a part that there is
-                not; ``causal`` is 1 unless it says 0. What else it has is not looked at.
+            bucket: sizes ``tokens``, ``shared``, ``unique``, ``logits``, 0 for a missing part;
+                ``causal`` is 1 by default. Other axes are ignored.
 
         Raises:
             ValueError: a size is missing or negative.
@@ -100,7 +100,7 @@ class StepBatch(NamedTuple):
     def metadata(
         self, block_size: int, causal_width: int | None = None, shared_chunk: int | None = None
     ) -> UnifiedMetadata:
-        """The step for `unified_attention`: traceable, no host work.
+        """Returns the metadata for `unified_attention`: traceable, no host work.
 
         Args:
             block_size: slots in a block.
@@ -148,12 +148,12 @@ class BlockEntries(NamedTuple):
     usage: Ints
 
     def where(self, mask: NDArray[np.bool_]) -> BlockEntries:
-        """The entries that a mask keeps."""
+        """Selects entries by a mask."""
         return BlockEntries(*(field[mask] for field in self))
 
 
 class StepPlan:
-    """A step that knows what it needs and can be padded to any bucket that holds it.
+    """A planned step in parts, which can be padded to any bucket that holds it.
 
     Args:
         rows: its requests and tokens.
@@ -172,11 +172,10 @@ class StepPlan:
         self._first_reader = self._column = _NONE
         if shared.any():
             self._unique, self._readers = entries.where(~shared), entries.where(shared)
-            # A block may stand at different positions in different requests: each place is a
-            # column.
-            place = self._readers.ids * (int(entries.starts.max()) + 1) + self._readers.starts
+            # A block may be at different positions in different requests: each is a column.
+            position = self._readers.ids * (int(entries.starts.max()) + 1) + self._readers.starts
             _, self._first_reader, self._column = np.unique(
-                place, return_index=True, return_inverse=True
+                position, return_index=True, return_inverse=True
             )
         # Each query with unique blocks is a request of one token, and L bounds their number too.
         owner = self._unique.owner  # ascending
@@ -194,7 +193,7 @@ class StepPlan:
         return bool(self._several.any())
 
     def fill(self, bucket: Mapping[str, int] | None = None) -> StepBatch:
-        """The step padded to a bucket; None: to exactly what it needs.
+        """Pads the step to a bucket; None: to exactly what it needs.
 
         Raises:
             ValueError: the bucket is too small.
@@ -214,12 +213,12 @@ class StepPlan:
     def attention_metadata(
         self, block_size: int, bucket: Mapping[str, int] | None = None, *, tables: bool = True
     ) -> AttentionMetadata:
-        """The step for `paged_attention_v1/v2` and for attention over variable lengths.
+        """Returns metadata for `paged_attention_v1/v2` and for variable-length attention.
 
         Args:
             block_size: slots in a block, that of the builder.
             bucket: sizes ``tokens``, ``requests`` and ``width`` (blocks of a table) to pad to for a
-                captured graph; a missing one is not padded. None: no padding.
+                captured graph; others are not padded. None: no padding.
             tables: False leaves the block tables out of a step of first prefills, which read no
                 cache.
 

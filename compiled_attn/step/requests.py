@@ -1,4 +1,4 @@
-"""The requests of a step: one object each, rows of a table kept between steps, or arrays."""
+"""The requests of a step: as objects, as rows of a persistent table, or as arrays."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ class Request:
 
     Args:
         tokens: ``[query_len]`` ids of the step's tokens.
-        context_len: tokens before them, whose keys and values are in the cache already.
+        context_len: tokens before them, whose keys and values are already in the cache.
         block_table: ids of the request's blocks in order of position, at least
             ``ceil((context_len + query_len) / block_size)`` of them; later entries are ignored.
         num_logits: how many of the last tokens need logits (0 for a chunk that does not end its
             prompt).
-        prompt_len: tokens of its prompt; the step is a prefill for it while ``context_len`` is
-            below.
-            None: it is one with several new tokens or without context.
+        prompt_len: tokens of its prompt: the step is a prefill while ``context_len`` is below.
+            None: it is a prefill with several new tokens or without context.
     """
 
     tokens: Sequence[int] | Ints
@@ -62,16 +61,16 @@ class Request:
 
 
 class RequestTable:
-    """Block tables of the running requests in one array, kept up to date from step to step.
+    """Block tables of the running requests in one array, which is updated from step to step.
 
-    A decode step changes at most one entry per request, so keeping the table costs next to nothing
-    and a step is built without touching Python objects per block.
+    A decode step changes at most one entry per request, so updates are cheap and a step is built
+    without Python work per block.
 
     Args:
         max_requests: rows.
         max_blocks: blocks of the longest request.
-        in_place: whether a step of the first rows, in order, reads them where they are: without a
-            copy, but it must be filled and run before the table changes again.
+        in_place: whether a step of the first rows, in order, reads them without a copy; it must
+            then be filled and run before the table changes again.
     """
 
     def __init__(self, max_requests: int, max_blocks: int, *, in_place: bool = False) -> None:
@@ -82,13 +81,13 @@ class RequestTable:
         self._rows: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
         self._in_place = in_place
-        self._lowest, self._highest = 1, 1  # of all ids that were ever written
+        self._lowest, self._highest = 1, 1  # ids ever written
 
     def add(self, request_id: Hashable, blocks: Sequence[int] | Ints = ()) -> int:
-        """Gives a request a row and returns it.
+        """Assigns a row to a request and returns it.
 
         Raises:
-            ValueError: the request has one already, or no row is free, or too many blocks.
+            ValueError: it has a row, no row is free, or there are too many blocks.
         """
         if request_id in self._rows or not self._free:
             problem = "has a row" if request_id in self._rows else "finds no free row"
@@ -104,7 +103,7 @@ class RequestTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that no request has."""
+        """Free rows."""
         return len(self._free)
 
     def extend(self, request_id: Hashable, blocks: Sequence[int] | Ints) -> None:
@@ -112,11 +111,11 @@ class RequestTable:
         self.write(request_id, int(self.lengths[self.row(request_id)]), blocks)
 
     def write(self, request_id: Hashable, start: int, blocks: Sequence[int] | Ints) -> None:
-        """Puts blocks at the end of a request's row, in place of those from ``start`` on.
+        """Replaces the blocks of a request's row from ``start`` on.
 
         Raises:
             KeyError: the request has no row.
-            ValueError: the row has no room for so many, or fewer than ``start`` blocks.
+            ValueError: too many blocks, or the row has fewer than ``start``.
         """
         row = self.row(request_id)
         if not 0 <= start <= self.lengths[row]:
@@ -134,12 +133,12 @@ class RequestTable:
         self.lengths[row] = end
 
     def remove(self, request_id: Hashable) -> None:
-        """Gives a request's row back."""
+        """Frees the row of a request."""
         self._free.append(self.row(request_id))
         del self._rows[request_id]
 
     def close_gaps(self) -> None:
-        """Moves the rows of requests up to the first ones, in the order in which they are."""
+        """Moves the rows of requests to the front, in order."""
         order = sorted(self._rows, key=self._rows.__getitem__)
         rows, count = self.rows(order), len(order)
         self.blocks[:count], self.lengths[:count] = self.blocks[rows], self.lengths[rows]
@@ -149,13 +148,13 @@ class RequestTable:
         self._free = list(range(len(self.lengths) - 1, count - 1, -1))
 
     def in_place(self, rows: Ints, num_blocks: int) -> NDArray[np.int32] | None:
-        """The array itself, if a step of these rows may read it: all its ids are blocks or 0."""
+        """Returns the array itself, if a step of these rows may read it; None: it may not."""
         is_sound = self._in_place and self._lowest > 0 and self._highest < num_blocks
         is_first = is_sound and bool((rows == np.arange(len(rows))).all())
         return self.blocks if is_first else None
 
     def row(self, request_id: Hashable) -> int:
-        """The row of a request.
+        """Returns the row of a request.
 
         Raises:
             KeyError: it has none.
@@ -166,10 +165,10 @@ class RequestTable:
         return row
 
     def rows(self, request_ids: Iterable[Hashable]) -> Ints:
-        """The rows of several requests, see `row`."""
+        """Returns the rows of several requests, see `row`."""
         rows = [*map(self._rows.get, request_ids)]
         if None in rows:
-            rows = [*map(self.row, request_ids)]  # which says who has none
+            rows = [*map(self.row, request_ids)]  # raises for the one without
         return np.array(rows, np.int64)
 
     def __contains__(self, request_id: Hashable) -> bool:
@@ -186,9 +185,9 @@ class RequestTable:
 class StepRows(NamedTuple):
     """The requests of a step as arrays, and their new tokens flattened.
 
-    Request i's block table is ``blocks[base[i] : base[i] + held[i]]``; behind each there are as
-    many entries more, of whatever value, as the longest has more blocks. Where ``kept`` is there,
-    the tables are its first R rows, padded with null block 0.
+    Request i's block table is ``blocks[base[i] : base[i] + held[i]]``, followed by arbitrary values
+    up to the length of the longest. ``in_place``, if not None, has the tables in its first R rows,
+    padded with null block 0.
 
     Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row ``[R]``;
     tokens, positions, slots ``[T]``.
@@ -205,16 +204,16 @@ class StepRows(NamedTuple):
     tokens: Ints
     positions: Ints
     slots: Ints
-    kept: NDArray[np.int32] | None
+    in_place: NDArray[np.int32] | None
 
 
 def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> NDArray[np.int32]:
-    """The first ``used [R]`` blocks of each request, padded with null block 0 to ``[requests,
-    width]``.
+    """Returns the first ``used [R]`` blocks of each request, padded with null block 0 to
+    ``[requests, width]``.
     """
     fewest, most = int(used.min()), int(used.max())
     tables = np.zeros((requests, width), np.int32)
-    # Rows are copied whole, with what lies behind them, which is struck out.
+    # Rows are copied with the values after them, which are then zeroed.
     windows = np.lib.stride_tricks.as_strided(
         rows.blocks, (len(rows.blocks) - most + 1, most), 2 * rows.blocks.strides, writeable=False
     )
@@ -224,13 +223,13 @@ def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> NDArr
 
 
 def block_ids(blocks: Sequence[int] | Ints) -> NDArray[np.int32]:
-    """Ids in 32 bits; one that has more is not a block of any cache, and stays so."""
+    """Converts ids to 32 bits; one that does not fit stays invalid."""
     return np.asarray(blocks, np.int64).clip(_INT32.min, _INT32.max).astype(np.int32)
 
 
 def check_tables(tables: NDArray[np.int32], used: Ints, num_blocks: int) -> None:
-    """Raises ValueError unless the first ``used [R]`` entries of each row of ``[R, W]`` are ids of
-    blocks that requests can hold, the others being 0.
+    """Raises ValueError unless the first ``used [R]`` entries of each row of ``[R, W]`` are valid
+    block ids, and the others 0.
     """
     low, high, ids = tables.min(initial=0), tables.max(initial=0), int(used.sum())
     if low < 0 or high >= num_blocks or np.count_nonzero(tables) != ids:
@@ -238,12 +237,12 @@ def check_tables(tables: NDArray[np.int32], used: Ints, num_blocks: int) -> None
 
 
 def logits_rows(rows: StepRows) -> Ints:
-    """Rows of T whose logits are wanted, requests in order."""
+    """Returns the rows of T that need logits, requests in order."""
     return _ramps(rows.first_row + rows.query - rows.logits, rows.logits)
 
 
 def check_ids(ids: NDArray[np.integer[Any]], num_blocks: int) -> None:
-    """Raises ValueError unless all ids are those of blocks that requests can hold."""
+    """Raises ValueError unless all are valid block ids."""
     low, high = int(ids.min(initial=1)), int(ids.max(initial=1))
     if low < 1 or high >= num_blocks:
         raise ValueError(
@@ -253,7 +252,7 @@ def check_ids(ids: NDArray[np.integer[Any]], num_blocks: int) -> None:
 
 
 def checked_sizes(sizes: Mapping[str, int], needed: Sequence[str]) -> dict[str, int]:
-    """The sizes of a bucket as a dict.
+    """Returns the sizes of a bucket as a dict.
 
     Raises:
         ValueError: a needed one is missing, or negative.
@@ -262,7 +261,7 @@ def checked_sizes(sizes: Mapping[str, int], needed: Sequence[str]) -> dict[str, 
     if missing:
         raise ValueError(
             f"expected a bucket with {', '.join(needed)}, got {dict(sizes)}: add "
-            f"{', '.join(missing)}, 0 where there is none"
+            f"{', '.join(missing)}, 0 for a missing part"
         )
     negative = {name: sizes[name] for name in needed if sizes[name] < 0}
     if negative:
@@ -280,8 +279,8 @@ def check_holds(sizes: Mapping[str, int], need: Mapping[str, int]) -> None:
 
 
 def padded(values: NDArray[np.integer[Any]], size: int, fill: int = 0) -> Tensor:
-    """Values as an int64 tensor of a size, filled up behind."""
-    # A fresh array each time: tensors handed to one step are never written by the next.
+    """Pads values at the end to an int64 tensor of ``size``."""
+    # A new array each time: the next step must not write the tensors of this one.
     whole = np.empty(size, np.int64)
     whole[: len(values)] = values
     whole[len(values) :] = fill

@@ -1,4 +1,4 @@
-"""Steps request by request: what the op reads, with two axes to pad."""
+"""Steps in tables, request by request: what the op reads, with two axes to pad."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.form import ModelWork, StepLimits
+from compiled_attn.step.layout import ModelWork, StepLimits
 from compiled_attn.step.requests import (
     Ints,
     StepRows,
@@ -25,20 +25,20 @@ from compiled_attn.step.requests import (
 )
 from graphs import BucketSpace, explicit
 
-__all__ = ["TableBatch", "TablePlan", "Tables"]
+__all__ = ["TableBatch", "TableLayout", "TablePlan"]
 
 _AXES = ("tokens", "requests")
-_FEW = 8  # requests whose logits take no longer than memory takes to bring the weights
+_FEW = 8  # requests whose logits take no longer than reading the weights of the head
 
 
 class TableBatch(NamedTuple):
     """One engine step of fixed shape for the op: inputs of a captured graph, in order.
 
-    The op reads only what ``seq_lens`` says, so the width of the tables costs nothing.
+    The op reads only ``seq_lens`` tokens, so the width of the tables costs nothing.
 
     Shape (T tokens, R requests, W blocks of the longest request):
         - input_ids, positions, slot_mapping: ``[T]`` int64
-        - logits_index: ``[R]`` int64, rows of T whose logits are wanted, requests in order
+        - logits_index: ``[R]`` int64, rows of T that need logits, requests in order
         - block_tables: ``[R, W]`` int32, padded with null block 0
         - seq_lens: ``[R]`` int32, tokens of each request, those of this step included; 0: padding
         - query_start_loc: ``[R + 1]`` int32, running sum of the requests' new tokens
@@ -54,10 +54,10 @@ class TableBatch(NamedTuple):
 
     @classmethod
     def padding(cls, bucket: Mapping[str, int], width: int) -> TableBatch:
-        """A step of padding alone, to capture a bucket with: it writes to the null block only.
+        """Returns a step of padding alone, which writes to the null block only.
 
         Args:
-            bucket: sizes ``tokens``, ``requests``. What else it has is not looked at.
+            bucket: sizes ``tokens``, ``requests``. Other axes are ignored.
             width: blocks of the longest request.
 
         Raises:
@@ -77,7 +77,7 @@ class TableBatch(NamedTuple):
         )
 
     def metadata(self, block_size: int) -> UnifiedMetadata:
-        """The step for `unified_attention`; no work at all."""
+        """Returns the metadata for `unified_attention`, without any work."""
         return UnifiedMetadata(
             block_size=block_size,
             slot_mapping=self.slot_mapping,
@@ -88,34 +88,35 @@ class TableBatch(NamedTuple):
         )
 
     def wanted(self, block_size: int) -> UnifiedMetadata:
-        """The rows ``logits_index`` as requests of one token each, which write to the null block.
+        """Returns the rows ``logits_index`` as requests of one token each, which write to the null
+        block and see what their tokens do.
 
-        They see what their tokens do. Padding sees nothing, but the first one of a step that wants
-        no logits: it stands for the first token.
+        Padding sees nothing, except the first one of a step without logits: it stands for the first
+        token.
         """
         rows, ends = self.logits_index, self.query_start_loc[1:].long()
-        # By comparison, which is fused into a kernel; torch.bucketize is a call of its own.
+        # By comparison, which inductor fuses; torch.bucketize is a separate kernel.
         request = (ends <= rows[:, None]).sum(1).clamp_max(len(ends) - 1)
         seen = torch.minimum(self.positions[rows] + 1, self.seq_lens[request])
-        place = torch.arange(len(rows) + 1, device=rows.device)
-        is_padding = (rows == 0) & (place[:-1] > 0)  # rows are in order
+        number = torch.arange(len(rows) + 1, device=rows.device)
+        is_padding = (rows == 0) & (number[:-1] > 0)  # rows are in order
         return UnifiedMetadata(
             block_size=block_size,
             slot_mapping=torch.zeros_like(rows),
             positions=self.positions[rows],
             block_tables=self.block_tables[request],
             seq_lens=torch.where(is_padding, 0, seen).int(),
-            query_start_loc=place.int(),
+            query_start_loc=number.int(),
         )
 
 
 class TablePlan:
-    """A step that knows what it needs and can be padded to any bucket that holds it.
+    """A planned step in tables, which can be padded to any bucket that holds it.
 
     Args:
         rows: its requests and tokens.
         used: ``[R]`` blocks that each request reads.
-        width: blocks of a table where `fill` is not told; None: those of the longest request.
+        width: default width of the tables; None: that of the longest request.
 
     Attributes:
         need: the sizes of a bucket that holds it.
@@ -130,7 +131,7 @@ class TablePlan:
         self._width = self._widest if width is None else width
 
     def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
-        """The step padded to a bucket and to tables of ``width`` blocks; None: to its need.
+        """Pads the step to a bucket and to tables of ``width`` blocks; None: to its need.
 
         Raises:
             ValueError: the bucket or the width is too small.
@@ -154,20 +155,20 @@ class TablePlan:
         )
 
     def _tables(self, requests: int, width: int) -> NDArray[np.int32]:
-        kept = self.rows.kept
-        if kept is not None and len(kept) >= requests and kept.shape[1] == width:
-            return kept[:requests]
+        tables = self.rows.in_place
+        if tables is not None and len(tables) >= requests and tables.shape[1] == width:
+            return tables[:requests]
         return block_tables(self.rows, self.used, requests, width)
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """The form of steps for the op: it reads what a step needs, whatever its bucket.
+class TableLayout:
+    """The layout of steps for the op, which reads what a step needs, whatever its bucket.
 
     Args:
         num_blocks: blocks of the cache, null block included.
         block_size: slots in a block.
-        width: blocks of the longest request; None: each step's own, for graphs of no fixed width.
+        width: blocks of the longest request; None: that of each step, for graphs of no fixed width.
     """
 
     num_blocks: int
@@ -180,63 +181,65 @@ class Tables:
     def ladder(
         self, limits: StepLimits, max_graphs: int, *, one_compile: bool = False
     ) -> BucketSpace:
-        """1, 2, 4 .. requests that decode, then more and more tokens.
+        """Returns 1, 2, 4 .. requests that decode, then more and more tokens.
 
-        With fewer graphs than that it keeps the largest sizes of each kind in turn. Where one
-        compile serves all buckets, sizes above those of decodes are there for few requests too, in
-        finer steps: a prompt has logits of few rows, and less of its last step is padding.
+        With fewer graphs it keeps the largest sizes of each kind in turn. If one compile serves all
+        buckets, there are also finer sizes of prefills with few requests: a prompt needs few rows
+        of logits, and less of its last step is padding.
         """
         largest = limits.tokens, limits.seqs
         decode = [(size, size) for size in _doubling(1, limits.seqs)]
         prefill = [(size, limits.seqs) for size in _doubling(2 * limits.seqs, limits.tokens)]
         decode, prefill = decode[::-1], [shape for shape in prefill[::-1] if shape != largest]
-        kept = [largest]
-        while len(kept) < max_graphs and (decode or prefill):
-            kept.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
+        sizes = [largest]
+        while len(sizes) < max_graphs and (decode or prefill):
+            sizes.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
         if one_compile:
-            few = _of_few([tokens for tokens, seqs in kept if tokens > seqs], limits.seqs)
-            kept += [shape for shape in few if shape not in kept][: max(0, max_graphs - len(kept))]
-        return explicit(self.axes, kept)
+            few = _of_few([tokens for tokens, seqs in sizes if tokens > seqs], limits.seqs)
+            sizes += [shape for shape in few if shape not in sizes][
+                : max(0, max_graphs - len(sizes))
+            ]
+        return explicit(self.axes, sizes)
 
     def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
-        """Of tokens and requests: padded requests read nothing."""
+        """See `StepLayout.cost`: tokens and requests; padded requests read nothing."""
         return lambda bucket: work.linear * bucket["tokens"] + work.head * bucket["requests"]
 
     def least_bytes(self, bucket: Mapping[str, int]) -> int:
-        """Of the inputs of a step."""
+        """See `StepLayout.least_bytes`: the inputs."""
         return 24 * bucket["tokens"] + 4 * bucket["requests"] * (self.width or 1)
 
     def smallest_need(self, blocks: int) -> dict[str, int]:
-        """One token of one request, however many blocks it reads."""
+        """See `StepLayout.smallest_need`; blocks do not matter."""
         return {"tokens": 1, "requests": 1}
 
     def largest_need(self, limits: StepLimits) -> dict[str, int] | None:
-        """Two axes hold every step with one bucket more, so a file without it is a mistake."""
+        """See `StepLayout.largest_need`: one bucket holds every step."""
         return {"tokens": limits.tokens, "requests": limits.seqs}
 
     def plan(self, rows: StepRows) -> TablePlan:
-        """See `StepForm.plan`."""
+        """See `StepLayout.plan`."""
         used = -(-(rows.context + rows.query) // self.block_size)
-        if rows.kept is None:
+        if rows.in_place is None:
             tables = block_tables(rows, used, len(used), int(used.max()))
             check_tables(tables, used, self.num_blocks)
         return TablePlan(rows, used, self.width)
 
     def padding(self, bucket: Mapping[str, int]) -> TableBatch:
-        """See `TableBatch.padding`; the tables are as wide as the form says.
+        """See `TableBatch.padding`.
 
         Raises:
-            ValueError: it says nothing, so that there is no shape to capture.
+            ValueError: the layout has no width, so that there is no shape to capture.
         """
         if self.width is None:
             raise ValueError(
-                "expected a form of a fixed width, got none: make it with width=, the blocks of "
+                "expected a layout of a fixed width, got none: pass width=, the blocks of "
                 "the longest request"
             )
         return TableBatch.padding(bucket, self.width)
 
     def batch(self, fields: Sequence[Tensor | None]) -> TableBatch:
-        """See `StepForm.batch`."""
+        """See `StepLayout.batch`."""
         return TableBatch(*fields)  # type: ignore[arg-type]  # none of its fields is None
 
     def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
@@ -247,9 +250,9 @@ class Tables:
         """See `TableBatch.wanted`."""
         return batch.wanted(block_size)
 
-    def over(self, num_blocks: int, block_size: int, width: int) -> Tables:
-        """See `StepForm.over`."""
-        return Tables(num_blocks, block_size, width)
+    def over(self, num_blocks: int, block_size: int, width: int) -> TableLayout:
+        """See `StepLayout.over`."""
+        return TableLayout(num_blocks, block_size, width)
 
 
 def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:

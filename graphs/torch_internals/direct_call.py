@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.capture.contract import DirectCall
+from graphs.capture.frozen import DirectCall
 from graphs.capture.inputs import Input
 from graphs.torch_internals.features import Feature, describe
 

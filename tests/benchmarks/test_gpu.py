@@ -21,7 +21,7 @@ SMALL = "--small --rounds 2 --calls 2 --backends eager --dtype float32"
 def python(tmp_path) -> Path:
     """A Python that has opened the fake device."""
     script = tmp_path / "python"
-    opened = "import runpy, sys; from tests.stand_in import open_device; open_device()"
+    opened = "import runpy, sys; from tests.fake_device import open_device; open_device()"
     run = f"{opened}; sys.argv = sys.argv[1:]; sys.path.insert(0, 'benchmarks')"
     run += "; runpy.run_path(sys.argv[0], run_name='__main__')"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{run}" "$@"\n')
@@ -39,7 +39,7 @@ def ran(folder: Path, python: Path, device: str, *parts: str, **names: str) -> A
 
 def test_one_command_writes_results_for_every_case_and_backend(tmp_path, python):
     folder = tmp_path / "results"
-    process = ran(folder, python, "stand_in")
+    process = ran(folder, python, "fake_device")
     assert process.returncode == 0, process.stdout + process.stderr
     written = json.loads((folder / "gpu_attention.json").read_text())
     assert [row["case"] for row in written["attention"]] == [
@@ -59,7 +59,7 @@ def test_one_command_writes_results_for_every_case_and_backend(tmp_path, python)
 
 def test_a_failing_backend_is_reported_and_the_others_are_measured(tmp_path, python):
     arguments = SMALL.replace("eager", "nonsense eager")
-    process = ran(tmp_path, python, "stand_in", "serving", ARGS=arguments)
+    process = ran(tmp_path, python, "fake_device", "serving", ARGS=arguments)
     assert process.returncode == 1 and "# failed: nonsense" in process.stdout
     written = json.loads((tmp_path / "gpu_serving.json").read_text())
     assert written["failed"] == ["nonsense"] and [
@@ -90,7 +90,7 @@ def test_the_script_runs_every_folder_with_tests_marked_gpu():
 
 
 def test_parts_that_fail_or_time_out_are_reported_and_the_others_run(tmp_path):
-    process = ran(tmp_path, Path("/bin/false"), "stand_in", "serving", "nonsense", "attention")
+    process = ran(tmp_path, Path("/bin/false"), "fake_device", "serving", "nonsense", "attention")
     assert process.returncode == 1
     assert re.findall("== gpu_.* failed.*", process.stdout) == [
         "== gpu_serving failed (1)",
@@ -100,6 +100,6 @@ def test_parts_that_fail_or_time_out_are_reported_and_the_others_run(tmp_path):
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\necho begun; trap 'echo cut off; exit 3' INT; sleep 60 & wait\n")
     slow.chmod(0o755)
-    process = ran(tmp_path, slow, "stand_in", "serving", LIMIT="1")
+    process = ran(tmp_path, slow, "fake_device", "serving", LIMIT="1")
     assert process.returncode == 1 and "gpu_serving failed" in process.stdout
     assert (tmp_path / "gpu_serving.txt").read_text() == "begun\ncut off\n"

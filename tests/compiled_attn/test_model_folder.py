@@ -94,7 +94,8 @@ def test_nothing_is_left_of_a_conversion_that_failed(file, caches):
 def test_a_folder_that_cannot_be_written_is_named_with_a_remedy(file, caches):
     caches.parent.mkdir()
     caches.write_text("a file is in the way")
-    with pytest.raises(ModelError, match=r"cannot be kept in .*compiled-attn-models: .*XDG_CACHE"):
+    match = r"cannot be written to .*compiled-attn-models: .*XDG_CACHE"
+    with pytest.raises(ModelError, match=match):
         load_model(file)
 
 

@@ -18,9 +18,9 @@ from tests.compiled_attn.compat.flash.cases import check
 from tests.compiled_attn.compat.flash.test_api import upstream
 from tests.compiled_attn.compat.paged.test_attention import steps
 from tests.compiled_attn.poison import arguments_of, both_metadata
+from tests.fake_device import NAME, counts, open_device
+from tests.fake_device.moved import on_device
 from tests.oracle import Scene, Shape
-from tests.stand_in import NAME, counts, open_device
-from tests.stand_in.moved import on_device
 
 ON_DEVICES = pytest.mark.parametrize("device", [NAME, pytest.param("cuda", marks=pytest.mark.gpu)])
 

@@ -96,7 +96,7 @@ def test_pytest_runs_as_without_us_and_warns_once(shadow, mode, project, site):
     result = pytest_in(project, [site], f"--import-mode={mode}")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "1 passed, 1 warning" in result.stdout
-    assert result.stdout.count("the pytest plugin of compiled_attn is off") == 1
+    assert result.stdout.count("the pytest plugin of compiled_attn is disabled") == 1
     assert str(project / "graphs") in result.stdout
 
 
@@ -137,7 +137,7 @@ def test_where_warnings_are_errors_pytest_still_runs(project, site):
     write(project, SHADOWS["file"])
     result = pytest_in(project, [site], "-W", "error")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr.count("the pytest plugin of compiled_attn is off") == 1
+    assert result.stderr.count("the pytest plugin of compiled_attn is disabled") == 1
 
 
 def test_a_graph_test_beside_another_graphs_says_what_shadows_ours(project, site):

@@ -130,7 +130,7 @@ def test_what_the_user_has_set_stays(unloaded, machine, monkeypatch, name):
 def test_a_system_that_does_not_tell_its_load_changes_nothing(unloaded, monkeypatch, tmp_path):
     monkeypatch.setattr(waiting, "_STAT", tmp_path / "none")
     monkeypatch.setattr(waiting, "_usable", lambda: {0, 1})
-    assert choose_waiting(2) == "active: this system does not tell how busy it is"
+    assert choose_waiting(2) == "active: this system does not report how busy it is"
 
 
 def test_where_torch_is_loaded_nothing_can_be_changed(machine, monkeypatch):

@@ -69,7 +69,7 @@ class SimulatedSteps:
             sequence = part.sequence
             if part.count == 1:
                 pool.read(sequence.request_id)
-                if not part.wants_logits:
+                if not part.needs_logits:
                     once.append(sequence.request_id)
             elif sequence.computed:
                 blocks = pool.tables[sequence.request_id].blocks
@@ -81,7 +81,7 @@ class SimulatedSteps:
 
     def _compute(self, step: ScheduledStep) -> int:
         """Give each fully computed request a token; returns how many finished."""
-        sampled = [part.sequence for part in step if part.wants_logits]
+        sampled = [part.sequence for part in step if part.needs_logits]
         self.scheduler.commit(step)
         finished = 0
         for sequence in sampled:
@@ -108,7 +108,7 @@ class SeparateScheduler(Scheduler):
             self.max_seqs = limit
         self.prefills = bool(started or step)
         for sequence in started[:1] if started else [*self.running] if not step else []:
-            self._place(sequence, step, self.max_tokens)
+            self._add_tokens(sequence, step, self.max_tokens)
         return ScheduledStep(step)
 
 

@@ -13,7 +13,7 @@ from compiled_attn.attention.by_rank import gathered
 from compiled_attn.attention.merge import lse as log_sum_exp
 from compiled_attn.attention.merge import merge
 from compiled_attn.attention.metadata import KeyRanks
-from compiled_attn.step import BatchBuilder, BlockShare, DividedTables, Request, Tables
+from compiled_attn.step import BatchBuilder, BlockShare, DividedTableLayout, Request, TableLayout
 
 REQUESTS = [Request([1] * 3, 6, [5, 2, 3]), Request([1], 0, [1]), Request([1], 4, [4, 6])]
 TOKENS = 5
@@ -29,13 +29,13 @@ def ranks():
         dist.destroy_process_group()
 
 
-def attended(form, **scoring):
+def attended(layout, **scoring):
     torch.manual_seed(0)
     caches = torch.randn(2, 8 * 4, 2, 16)
     query, key, value = torch.randn(TOKENS, 4, 16), *torch.randn(2, TOKENS, 2, 16)
-    batch = form.plan(BatchBuilder(8, 4).rows_of(REQUESTS)).fill()
+    batch = layout.plan(BatchBuilder(8, 4).rows_of(REQUESTS)).fill()
     return unified_attention(
-        query, key, value, *caches, 0.3, form.metadata(batch, 4), return_lse=True, **scoring
+        query, key, value, *caches, 0.3, layout.metadata(batch, 4), return_lse=True, **scoring
     )
 
 
@@ -43,9 +43,9 @@ def attended(form, **scoring):
     "scoring", [{}, {"softcap": 1.5}, {"sinks": torch.tensor([0.5, -3, 9, 0])}]
 )
 def test_a_rank_that_has_all_keys_finds_what_one_process_does(ranks, scoring):
-    form = DividedTables(8, 4, None, BlockShare(0, 1), ranks.group)
+    layout = DividedTableLayout(8, 4, None, BlockShare(0, 1), ranks.group)
     for own, wanted in zip(
-        attended(form, **scoring), attended(Tables(8, 4), **scoring), strict=True
+        attended(layout, **scoring), attended(TableLayout(8, 4), **scoring), strict=True
     ):
         torch.testing.assert_close(own, wanted)
 
@@ -61,16 +61,16 @@ def test_a_row_without_a_key_is_zero_and_one_that_is_not_finite_stays_so(ranks):
 
 @pytest.mark.parametrize("scoring", [{"sliding_window": 3}, {"alibi_slopes": torch.ones(4)}])
 def test_what_depends_on_positions_is_refused(scoring):
-    form = DividedTables(8, 4, None, BlockShare(0, 2), "none")
+    layout = DividedTableLayout(8, 4, None, BlockShare(0, 2), "none")
     with pytest.raises(ValueError, match="positions needs all keys on one rank"):
-        attended(form, **scoring)
+        attended(layout, **scoring)
 
 
 def test_a_step_in_parts_is_refused():
-    form = DividedTables(8, 4, None, BlockShare(0, 2), "none")
-    batch = form.plan(BatchBuilder(8, 4).rows_of(REQUESTS)).fill()
+    layout = DividedTableLayout(8, 4, None, BlockShare(0, 2), "none")
+    batch = layout.plan(BatchBuilder(8, 4).rows_of(REQUESTS)).fill()
     metadata = dataclasses.replace(
-        form.metadata(batch, 4), block_tables=None, seq_lens=None, query_start_loc=None,
+        layout.metadata(batch, 4), block_tables=None, seq_lens=None, query_start_loc=None,
         causal_bias=torch.zeros(TOKENS, TOKENS),
     )  # fmt: skip
     tensors = torch.zeros(TOKENS, 4, 16), *torch.zeros(2, TOKENS, 2, 16)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from compiled_attn.engine import EngineConfig
-from compiled_attn.engine.executor import ExecutorReport, FittedStep
+from compiled_attn.engine.executor import ExecutorReport, PlannedStep
+from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.staging import Later
-from compiled_attn.step import BatchBuilder, StepLimits, Tables
+from compiled_attn.step import BatchBuilder, StepLimits, TableLayout
 from graphs import WarmupReport
 
 CONFIG = EngineConfig(16, 4, block_size=4, num_blocks=20, context=40, defrag_waste=1)
@@ -22,12 +23,12 @@ class Counting:
     """The next token is the last one plus one; 99 is the end of a text. It remembers slots."""
 
     config = CONFIG
-    looks_ahead = False
+    schedules_ahead = False
 
     def __init__(self) -> None:
-        form = Tables(20, 4, width=10)
-        buckets = form.ladder(StepLimits(16, 4, 10, 19), 8).with_cost(sum_of_sizes)
-        self.sizing = Sizing(40, 200, 4, 20, form, buckets)
+        layout = TableLayout(20, 4, width=10)
+        buckets = layout.ladder(StepLimits(16, 4, 10, 19), 8).with_cost(sum_of_sizes)
+        self.sizing = Sizing(40, 200, 4, 20, layout, buckets)
         self.eos = frozenset([99])
         self.copies = SimpleNamespace(num_blocks=20, bytes_per_block=1, move=self.move)
         self.seen: dict[int, int] = {}
@@ -42,7 +43,7 @@ class Counting:
     def check_unchanged(self):
         pass
 
-    def fit(self, step, table):
+    def plan(self, step, table):
         rows = self._builder.rows(
             table,
             [table.row(part.sequence.request_id) for part in step],
@@ -50,12 +51,12 @@ class Counting:
             step.counts,
             [token for part in step for token in part.tokens],
         )
-        plan = self.sizing.form.plan(rows)
-        return FittedStep(step, plan, self.sizing.buckets.pick(**plan.need), plan.need)
+        plan = self.sizing.layout.plan(rows)
+        return PlannedStep(step, plan, self.sizing.buckets.pick(**plan.need), plan.need)
 
-    def run(self, step):
-        self.look(step, [list(part.tokens) for part in step.parts])
-        return [part.tokens[-1] + 1 for part in step.parts]
+    def launch(self, step):
+        self.check(step, [list(part.tokens) for part in step.parts])
+        return [RowResult(part.tokens[-1] + 1) for part in step.parts]
 
     def move(self, pairs):
         for source, target in np.asarray(pairs).tolist():
@@ -63,8 +64,8 @@ class Counting:
                 if (token := self.seen.get(source * 4 + slot)) is not None:
                     self.seen[target * 4 + slot] = token
 
-    def look(self, step, tokens):
-        """Writes the tokens of each part to its slots, and looks whether all before are there."""
+    def check(self, step, tokens):
+        """Writes the tokens of each part to its slots; checks that all earlier ones are there."""
         batch = step.plan.fill(step.bucket)
         flat = [token for each in tokens for token in each]
         self.seen |= dict(zip(batch.slot_mapping.tolist(), flat, strict=False))
@@ -83,32 +84,32 @@ class Counting:
 
 
 class CountingAhead(Counting):
-    """Tells the tokens of a step when they are read, and goes on from its own until then."""
+    """Returns the tokens of a step when they are read, and continues from its own until then."""
 
-    looks_ahead = True
+    schedules_ahead = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: dict[RequestState, int] = {}
+        self.tokens_of: dict[RequestState, int] = {}
         self.unread = self.most_unread = 0
 
-    def run(self, step):
+    def launch(self, step):
         tokens = [
-            [self.told[part.sequence]]
+            [self.tokens_of[part.sequence]]
             if part.start == len(part.sequence.tokens)
             else list(part.tokens)
             for part in step.parts
         ]
-        self.look(step, tokens)
+        self.check(step, tokens)
         rows = [each[-1] + 1 for each in tokens]
-        self.told = dict(zip(step.parts.sequences, rows, strict=True))
+        self.tokens_of = dict(zip(step.parts.sequences, rows, strict=True))
         self.unread += 1
         self.most_unread = max(self.most_unread, self.unread)
         return Later(partial(self._read, rows))
 
     def _read(self, rows):
         self.unread -= 1
-        return rows
+        return [RowResult(token) for token in rows]
 
 
 def sum_of_sizes(bucket):

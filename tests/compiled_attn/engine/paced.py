@@ -20,12 +20,12 @@ class Paced(Counting):
         self.begun = threading.Event()
         self.error: BaseException | None = None
 
-    def run(self, step):
+    def launch(self, step):
         self.begun.set()
         assert self.steps.acquire(timeout=SECONDS)
         if self.error is not None:
             raise self.error
-        return super().run(step)
+        return super().launch(step)
 
 
 def warm_engine(executor=None) -> Engine:

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own: every token arrives, and nobody waits for ever."""
+"""An engine in a thread of its own: every token arrives, and no reader waits forever."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_coroutine_that_ends_early_frees_the_blocks(way, paced):
             with pytest.raises(asyncio.CancelledError):
                 await task
         # The loop closes what a break has left; the engine may be between two steps, and drop it.
-        while not (serving._owner._unwanted or handle.has_ended):
+        while not (serving._owner._cancelled or handle.has_finished):
             await asyncio.sleep(0.001)
         executor.steps.release(2)
         with pytest.raises(RequestCancelled):
@@ -238,4 +238,4 @@ def test_continuations_that_wait_for_the_first_end_with_the_engine(paced, drain)
     if drain:
         assert all(len(each.result().tokens) == 30 for each in handles)
     else:
-        assert all(each.has_ended for each in handles)
+        assert all(each.has_finished for each in handles)

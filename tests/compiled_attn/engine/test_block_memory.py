@@ -1,4 +1,4 @@
-"""The kept tables are what the pool says, whatever happened to the requests between two steps."""
+"""Block tables follow the pool, whatever happens to the requests between two steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
-from compiled_attn.cache.defrag import DefragTotals
 from compiled_attn.engine.block_memory import BlockMemory, StepTables
-from compiled_attn.step import RequestTable, Tables
-from compiled_attn.step.parts_form import Parts
+from compiled_attn.step import RequestTable, TableLayout
+from compiled_attn.step.parts_layout import PartsLayout
 from tests.compiled_attn.engine.counting import CONFIG, Counting
-from tests.interrupts import count_lines, interrupted_at
 
 EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free"]), st.integers(0, 5))
 
@@ -33,8 +31,7 @@ def test_after_any_events_the_rows_are_the_blocks_of_the_pool(steps, seed):
         table = tables.of(pool.requests)
         for request in pool.requests:
             row, blocks = table.row(request), pool.table(request).blocks
-            kept = table.blocks[row, : table.lengths[row]]
-            assert kept.tolist() == blocks
+            assert table.blocks[row, : table.lengths[row]].tolist() == blocks
 
 
 def _happen(pool: BlockPool, kind: str, name: int, seed: int) -> None:
@@ -62,41 +59,29 @@ def test_only_new_blocks_are_written(monkeypatch):
     for name in range(3):
         pool.add(name)
         pool.reserve(name, 20)
-    tables, asked = StepTables(pool, 6, 10), []
+    tables, written = StepTables(pool, 6, 10), []
     write = RequestTable.write
     monkeypatch.setattr(
-        RequestTable, "write", lambda *args: asked.append(len(args[-1])) or write(*args)
+        RequestTable, "write", lambda *args: written.append(len(args[-1])) or write(*args)
     )
     tables.of(range(3))
     pool.append(1, 1)
     tables.of(range(3))
     tables.of(range(3))
-    assert asked == [5, 5, 5, 1]
-
-
-def test_a_reset_interrupted_at_any_line_keeps_what_was_counted():
-    def counted() -> BlockMemory:
-        memory = BlockMemory(Counting(), replace(CONFIG, defrag_waste=0.5))
-        memory.pool.add("a")
-        memory.pool.reserve("a", 30)
-        memory.defragmenter.totals = DefragTotals(calls=5)
-        return memory
-
-    for place in range(count_lines(counted().reset)):
-        memory = counted()
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as cut:
-            memory.reset()
-        memory.reset()
-        counts = memory.stats().allocations, memory.defragmenter.totals.calls
-        assert counts == (8, 5), cut.where
+    assert written == [5, 5, 5, 1]
 
 
 @pytest.mark.parametrize(
-    ("form", "asked", "waste"),
-    [(Parts, None, 0.25), (Tables, None, None), (Tables, 0.5, 0.5), (Parts, 1, None)],
+    ("layout", "asked", "waste"),
+    [
+        (PartsLayout, None, 0.25),
+        (TableLayout, None, None),
+        (TableLayout, 0.5, 0.5),
+        (PartsLayout, 1, None),
+    ],
 )
-def test_blocks_are_kept_together_where_a_step_reads_their_range(form, asked, waste):
+def test_blocks_are_kept_together_where_a_step_reads_their_range(layout, asked, waste):
     executor = Counting()
-    executor.sizing = replace(executor.sizing, form=form(20, 4))
+    executor.sizing = replace(executor.sizing, layout=layout(20, 4))
     found = BlockMemory(executor, replace(CONFIG, defrag_waste=asked)).defragmenter
     assert (found.max_waste if found else None) == waste

@@ -10,14 +10,14 @@ import pytest
 from graphs.backends.cudagraph import CudaGraphBackend
 from tests.compiled_attn.engine.test_device_steps import (
     CONFIG,
-    DRAWN,
+    RANDOM,
     Recorded,
     each_step,
     served,
     tokens,
 )
+from tests.fake_device import open_device
 from tests.slow import slow_but
-from tests.stand_in import open_device
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -33,9 +33,9 @@ class RecordedCode(Recorded):
 def test_compiled_steps_give_the_tokens_of_a_cpu_and_wait_for_nothing(kernel, recorded):
     open_device()
     config = replace(CONFIG, kernel=kernel)
-    here, _, _ = served("cpu", DRAWN, config)
+    here, _, _ = served("cpu", RANDOM, config)
     backend = RecordedCode() if recorded else "aot_eager"
-    there, spent, engine = served("stand_in", DRAWN, replace(config, backend=backend))
+    there, spent, engine = served("fake_device", RANDOM, replace(config, backend=backend))
     assert tokens(there) == tokens(here)
     assert each_step(spent) == (1, 1, 0, 0)
     report = engine.executor.graphs.report

@@ -12,9 +12,9 @@ from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.cache_size import CacheSize
 from graphs.backends.cudagraph import CudaGraphBackend
 from tests.compiled_attn.tiny import tiny_model
+from tests.fake_device import counts, open_device
 from tests.graphs.backends.hpu_bridge import Bridge, stubbed_bridge
 from tests.graphs.backends.replay_double import ReplayDouble
-from tests.stand_in import counts, open_device
 
 CONFIG = EngineConfig(
     16,
@@ -28,17 +28,17 @@ CONFIG = EngineConfig(
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7], [5] * 9]
 GREEDY = SamplingParams(max_new_tokens=8)
-DRAWN = [
+RANDOM = [
     SamplingParams(max_new_tokens=8, temperature=0.8, seed=1),
     SamplingParams(max_new_tokens=8, temperature=1.5, top_k=5, seed=2),
     SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.7, min_p=0.05, seed=3),
     GREEDY,
 ]
-TOLD = [
+ON_HOST = [
     SamplingParams(max_new_tokens=8, repetition_penalty=1.3, temperature=0.7, seed=4),
     SamplingParams(max_new_tokens=8, logprobs=2, prompt_logprobs=1),
     SamplingParams(max_new_tokens=8, logit_bias={3: 5.0}),
-    DRAWN[0],
+    RANDOM[0],
 ]
 
 
@@ -48,7 +48,7 @@ def _device():
 
 
 def served(device, sampling=GREEDY, config=CONFIG, family="llama", prompts=PROMPTS):
-    """What the requests came to, and what each step asked of the device."""
+    """Results of the requests, and the device calls of each step."""
     engine = Engine(tiny_model(family).to(device), config)
     engine.warmup()
     for double in getattr(config.backend, "doubles", ()):
@@ -69,7 +69,7 @@ def tokens(results):
 
 
 def each_step(spent):
-    """Copies in, copies out and waits of a step, on average; and torn copies of all."""
+    """Copies in, copies out and waits of a step on average, and all torn copies."""
     sums = [sum(kind) for kind in zip(*spent, strict=True)]
     return *(total / len(spent) for total in sums[:3]), sums[-1]
 
@@ -79,7 +79,7 @@ def each_step(spent):
 def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
     config = replace(CONFIG, kernel=kernel)
     here, _, _ = served("cpu", config=config, family=family)
-    there, spent, engine = served("stand_in", config=config, family=family)
+    there, spent, engine = served("fake_device", config=config, family=family)
     assert tokens(there) == tokens(here)
     assert engine.executor.kernel.name == kernel
     # Where torch has no grouped matmul, transformers reads how many tokens each expert gets.
@@ -89,29 +89,29 @@ def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
 
 
 def test_a_device_that_is_not_the_current_one_serves_as_well():
-    here, _, _ = served("cpu", DRAWN)
-    there, spent, engine = served("stand_in:1", DRAWN)
+    here, _, _ = served("cpu", RANDOM)
+    there, spent, engine = served("fake_device:1", RANDOM)
     assert tokens(there) == tokens(here) and torch.accelerator.current_device_index() == 0
-    assert engine.executor.cache.key(0).device == torch.device("stand_in:1")
+    assert engine.executor.cache.key(0).device == torch.device("fake_device:1")
     assert each_step(spent) == (1, 1, 0, 0)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_without_look_ahead_every_call_computes_its_own_step(sampling):
-    ahead, _, _ = served("stand_in", sampling)
-    alone, spent, engine = served("stand_in", sampling, replace(CONFIG, look_ahead=False))
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_without_async_scheduling_every_call_computes_its_own_step(sampling):
+    ahead, _, _ = served("fake_device", sampling)
+    alone, spent, engine = served("fake_device", sampling, replace(CONFIG, async_scheduling=False))
     assert tokens(alone) == tokens(ahead)
     assert {each[:3] for each in spent} == {(1, 1, 0)} and engine.report().steps_ahead == 0
 
 
-@pytest.mark.parametrize("sampling", [DRAWN, TOLD], ids=["drawn", "told"])
+@pytest.mark.parametrize("sampling", [RANDOM, ON_HOST], ids=["random", "on host"])
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 def test_sampled_tokens_are_those_of_a_cpu(kernel, sampling):
     config = replace(CONFIG, kernel=kernel)
     here, _, _ = served("cpu", sampling, config)
-    there, spent, engine = served("stand_in", sampling, config)
+    there, spent, engine = served("fake_device", sampling, config)
     assert tokens(there) == tokens(here)
-    assert bool(engine.report().steps_ahead) == (sampling is DRAWN)
+    assert bool(engine.report().steps_ahead) == (sampling is RANDOM)
     for one, other in zip(there, here, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
         for got, wanted in zip(one.logprobs or [], other.logprobs or [], strict=True):
@@ -124,7 +124,7 @@ def test_sampled_tokens_are_those_of_a_cpu(kernel, sampling):
 def test_caches_of_8_bits(kv_dtype):
     config = replace(CONFIG, kv_dtype=kv_dtype)
     here, _, _ = served("cpu", config=config)
-    there, spent, _ = served("stand_in", config=config)
+    there, spent, _ = served("fake_device", config=config)
     assert tokens(there) == tokens(here)
     assert each_step(spent) == (1, 1, 0, 0)
 
@@ -133,7 +133,7 @@ def test_moved_blocks_take_one_copy_more_and_nothing_waits():
     config = replace(CONFIG, num_blocks=14, defrag_waste=0.0, defrag_min_gap=1)
     prompts = [[7, 7, 7, 7, 7, 1 + n % 3, n % 5] * 2 for n in range(14)]
     here, _, _ = served("cpu", config=config, prompts=prompts)
-    there, spent, engine = served("stand_in", config=config, prompts=prompts)
+    there, spent, engine = served("fake_device", config=config, prompts=prompts)
     assert tokens(there) == tokens(here)
     report = engine.report()
     assert report.preemptions and engine.memory.figures()["defrag_moves"]
@@ -149,21 +149,21 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
         engine = Engine(model, CONFIG)
         engine.warmup()
         prompts = [[1, 2, 3], [4, 99, 5], [6, 7, 8]]
-        return [*engine.generate(prompts, [GREEDY, GREEDY, DRAWN[0]], in_order=True)]
+        return [*engine.generate(prompts, [GREEDY, GREEDY, RANDOM[0]], in_order=True)]
 
-    here, there = poisoned("cpu"), poisoned("stand_in")
+    here, there = poisoned("cpu"), poisoned("fake_device")
     assert [each.finish_reason for each in there] == ["length", "error", "length"]
     assert tokens(there) == tokens(here) and there[1].error == here[1].error
 
 
 def test_its_cache_takes_a_share_of_the_memory_that_is_free_on_the_device():
     config = replace(CONFIG, num_blocks=None, context=256, max_seqs=16)
-    engine = Engine(tiny_model().to("stand_in"), config)
+    engine = Engine(tiny_model().to("fake_device"), config)
     assert engine.sizing.cache.why == "max_seqs requests of full context"
-    assert engine.executor.cache.key(0).device.type == "stand_in"
+    assert engine.executor.cache.key(0).device.type == "fake_device"
     wide = replace(config, max_seqs=8192, max_tokens_per_step=8192, kernel="portable")
-    size = CacheSize.of(tiny_model().to("stand_in"), wide, 256)
-    assert "four fifths of 0.8 GiB free on stand_in:0" in size.why
+    size = CacheSize.of(tiny_model().to("fake_device"), wide, 256)
+    assert "four fifths of 0.8 GiB free on fake_device:0" in size.why
     assert 0.5 * 2**30 < size.bytes <= 0.6 * 2**30
 
 
@@ -177,24 +177,24 @@ class Recorded(CudaGraphBackend):
         super().__init__(self._double)
 
     def _double(self) -> ReplayDouble:
-        self.doubles.append(ReplayDouble(device="stand_in"))
+        self.doubles.append(ReplayDouble(device="fake_device"))
         return self.doubles[-1]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
     backend = Recorded()
     here, _, _ = served("cpu", sampling, replace(CONFIG, kernel=kernel))
     there, spent, engine = served(
-        "stand_in", sampling, replace(CONFIG, kernel=kernel, backend=backend)
+        "fake_device", sampling, replace(CONFIG, kernel=kernel, backend=backend)
     )
     assert tokens(there) == tokens(here)
     assert each_step(spent) == (1, 1, 0, 0) and engine.report().steps_ahead
     steps, *others = backend.doubles
     assert steps.replays == len(spent) == engine.report().steps
     # The sampler's graph runs for steps that draw, and for no other.
-    assert any(each.replays for each in others) == (sampling is DRAWN)
+    assert any(each.replays for each in others) == (sampling is RANDOM)
 
 
 @pytest.fixture
@@ -203,14 +203,14 @@ def bridge(monkeypatch) -> Bridge:
 
 
 def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
-    here, _, _ = served("cpu", DRAWN, replace(CONFIG, kernel="portable"))
-    engine = Engine(tiny_model().to("stand_in"), replace(CONFIG, backend="hpu"))
+    here, _, _ = served("cpu", RANDOM, replace(CONFIG, kernel="portable"))
+    engine = Engine(tiny_model().to("fake_device"), replace(CONFIG, backend="hpu"))
     assert engine.executor.kernel.name == "portable" and "shared" in engine.sizing.buckets.names
     engine.warmup()
     addresses = [buffer.data_ptr() for buffer in engine.executor.cache.buffers()]
     del bridge.log[:]
     before = counts()
-    there = [*engine.generate(PROMPTS, DRAWN, in_order=True)]
+    there = [*engine.generate(PROMPTS, RANDOM, in_order=True)]
     spent, steps = counts().since(before), engine.report().steps
     assert tokens(there) == tokens(here)
     assert bridge.log.count("replay") >= steps and set(bridge.log) == {"mark", "replay"}
@@ -218,7 +218,7 @@ def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
     assert [buffer.data_ptr() for buffer in engine.executor.cache.buffers()] == addresses
 
 
-@pytest.mark.parametrize("sampling", TOLD[:2], ids=["rules", "told"])
+@pytest.mark.parametrize("sampling", ON_HOST[:2], ids=["rules", "logprobs"])
 def test_a_step_that_has_begun_outlives_a_second_warmup(sampling):
     def served_by(device, backend):
         engine = Engine(tiny_model().to(device), replace(CONFIG, backend=backend))
@@ -234,5 +234,5 @@ def test_a_step_that_has_begun_outlives_a_second_warmup(sampling):
         return texts, engine.report().steps_ahead
 
     here, _ = served_by("cpu", "eager")
-    there, ahead = served_by("stand_in", Recorded())
+    there, ahead = served_by("fake_device", Recorded())
     assert there == here and ahead

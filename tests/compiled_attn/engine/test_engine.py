@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,62 +12,41 @@ import torch
 from compiled_attn import StepBatch
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from graphs import CaptureError, GraphBudgetExceeded, explicit
-from tests.compiled_attn.tiny import plain_generate, tiny_model
+from tests.compiled_attn.engine.small import greedy, plain, prompts_of, small_engine
+from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 from tests.slow import slow_but
 
 AXES = ("tokens", "shared", "unique", "logits")
 
-
-def _prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(1, 128, 16).tolist()
-    prompts = []
-    for index in range(count):
-        tail = rng.integers(1, 128, int(rng.integers(1, longest))).tolist()
-        prompts.append((prefix if index % 2 else []) + tail)
-    return prompts
+_engine = partial(small_engine, num_blocks=128, max_graphs=8)
 
 
-def _engine(model=None, **config) -> Engine:
-    settings = {
-        "max_tokens_per_step": 24,
-        "max_seqs": 4,
-        "block_size": 4,
-        "num_blocks": 128,
-        "backend": "eager",
-        "max_graphs": 8,
-        **config,
-    }
-    engine = Engine(model or tiny_model(), EngineConfig(**settings))
-    engine.warmup()
-    return engine
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [*((each, "auto") for each in FAMILIES)]
+    + [(each, "portable") for each in ("llama", "mistral", "gemma2", "gpt_oss")],
+)
+def test_mixed_steps_generate_the_tokens_of_plain_generate(family, kernel):
+    model, prompts = tiny_model(family), prompts_of(7)
+    engine = _engine(model, kernel=kernel)
+    assert greedy(engine, prompts, 9) == plain(model, prompts, 9)
+    report = engine.report()
+    assert report.prefix_hit_ratio > 0 and (report.kernel == "native") == (kernel == "auto")
+    assert (report.padding_waste["blocks"] == 0) == (kernel == "auto")
 
 
 @pytest.mark.parametrize("kernel", ["auto", "portable"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_mixed_steps_generate_the_tokens_of_plain_generate(family, kernel):
-    model, prompts = tiny_model(family), _prompts(7)
-    engine = _engine(model, kernel=kernel)
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=9))}
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 9)
-        assert results[index].finish_reason == "length"
-    assert engine.report().prefix_hit_ratio > 0
-
-
-def test_defragmentation_on_every_step_changes_no_token():
-    model, prompts = tiny_model(), _prompts(9, longest=30)
-    engine = _engine(model, num_blocks=40, defrag_waste=0.0, kernel="portable")
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=14))}
+def test_defragmentation_on_every_step_changes_no_token(kernel):
+    model, prompts = tiny_model(), prompts_of(9, longest=30)
+    engine = _engine(model, num_blocks=40, defrag_waste=0.0, kernel=kernel)
+    assert greedy(engine, prompts, 14) == plain(model, prompts, 14)
     memory = engine.report().memory
     assert memory["defrag_moves"] > 0 and memory["defrag_swaps"] > 0
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 14)
 
 
 def test_after_each_defragmentation_no_block_below_the_highest_is_unused():
     engine = _engine(num_blocks=40, defrag_waste=0.0)
-    for prompt in _prompts(6, longest=20):
+    for prompt in prompts_of(6, longest=20):
         engine.submit(prompt, SamplingParams(max_new_tokens=int(prompt[0]) % 9 + 1))
     while engine.scheduler.has_work:
         engine.step()
@@ -74,16 +54,16 @@ def test_after_each_defragmentation_no_block_below_the_highest_is_unused():
         assert engine.pool.highest_used == engine.pool.num_used
 
 
-def test_preemption_in_a_small_pool_changes_no_token():
-    model, prompts = tiny_model(), _prompts(6, longest=24)
-    engine = _engine(model, num_blocks=16, max_seqs=4)
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=20))}
-    assert engine.report().preemptions > 0
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 20)
-    assert engine.pool.stats().used == 0
-    # What it finds when it comes back is its own, and was computed.
-    assert all(results[index].cached_tokens < 20 for index in results)
+@pytest.mark.parametrize("kernel", ["auto", "portable"])
+def test_preemption_in_a_small_pool_changes_no_token(kernel):
+    model, prompts = tiny_model(), prompts_of(6, longest=24)
+    engine = _engine(model, num_blocks=16, max_seqs=4, kernel=kernel)
+    params = SamplingParams(max_new_tokens=20)
+    results = [*engine.generate(prompts, params, in_order=True)]
+    assert [result.tokens for result in results] == plain(model, prompts, 20)
+    assert engine.report().preemptions > 0 and engine.pool.stats().used == 0
+    # Its own blocks, which it finds after a preemption, do not count as cached.
+    assert all(result.cached_tokens < 20 for result in results)
     assert results[0].cached_tokens == 0
 
 
@@ -107,14 +87,12 @@ def test_results_tell_how_much_of_the_prompt_was_cached():
 
 @pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("aot_eager", "inductor")))
 def test_captured_graphs_of_a_compiler_serve_without_a_compile(backend):
-    model, prompts = tiny_model(), _prompts(5)
+    model, prompts = tiny_model(), prompts_of(5)
     buckets = explicit(AXES, [(24, 32, 128, 4)])
     engine = _engine(model, backend=backend, buckets=buckets)
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
+    assert greedy(engine, prompts, 6) == plain(model, prompts, 6)
     report = engine.report()
     assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (1, 0, 0)
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 6)
 
 
 def test_a_compile_in_the_middle_of_serving_is_an_error_when_strict():
@@ -127,7 +105,7 @@ def test_a_compile_in_the_middle_of_serving_is_an_error_when_strict():
 
 
 def test_a_step_that_no_bucket_holds_is_cut():
-    model, prompts = tiny_model(), _prompts(6)
+    model, prompts = tiny_model(), prompts_of(6)
     engine, steps = _engine(model, buckets=explicit(AXES, [(8, 4, 40, 2)])), []
     params = SamplingParams(max_new_tokens=5)
     for result in engine.generate(prompts, params, on_step=steps.append):
@@ -147,7 +125,7 @@ def test_cut_steps_are_counted_told_once_and_recorded_whole(caplog):
     assert len(caplog.records) == 1 and "tokens=24" in caplog.text and "unique=40" in caplog.text
 
 
-def test_the_default_ladder_holds_chunks_of_several_cached_prompts():
+def test_the_default_ladder_holds_chunks_of_several_cachedprompts_of():
     engine = _engine(kernel="portable", context=64, max_graphs=6)
     prompts = [[n] * 48 for n in range(1, 5)]
     list(engine.generate(prompts, SamplingParams(max_new_tokens=1)))
@@ -161,7 +139,7 @@ def test_sampling_is_reproducible_whatever_shares_the_batch():
     params = SamplingParams(max_new_tokens=12, temperature=1.0, top_k=20, top_p=0.9, seed=7)
     prompt = [3, 4, 5, 6]
     alone = next(_engine().generate([prompt], params)).tokens
-    crowd = [*_prompts(3), prompt]
+    crowd = [*prompts_of(3), prompt]
     results = {r.index: r.tokens for r in _engine(num_blocks=24).generate(crowd, params)}
     assert results[3] == alone
     other = SamplingParams(max_new_tokens=12, temperature=1.0, seed=8)
@@ -191,7 +169,7 @@ def test_the_models_end_of_sequence_token_ends_a_request_unless_ignored():
 
 def test_tokens_stream_in_order_and_the_last_one_carries_the_result():
     engine = _engine()
-    events = list(engine.stream(_prompts(3), SamplingParams(max_new_tokens=4)))
+    events = list(engine.stream(prompts_of(3), SamplingParams(max_new_tokens=4)))
     assert len(events) == 12
     for index in range(3):
         mine = [event for event in events if event.index == index]
@@ -201,7 +179,7 @@ def test_tokens_stream_in_order_and_the_last_one_carries_the_result():
 
 def test_a_consumer_that_stops_early_leaves_a_clean_engine():
     engine = _engine()
-    stream = engine.stream(_prompts(5), SamplingParams(max_new_tokens=30))
+    stream = engine.stream(prompts_of(5), SamplingParams(max_new_tokens=30))
     next(stream)
     stream.close()
     assert engine.pool.stats().used == 0 and not engine.scheduler.has_work
@@ -221,7 +199,7 @@ def test_concurrency_limits_the_requests_in_flight():
     engine, seen = _engine(), []
     list(
         engine.generate(
-            _prompts(6),
+            prompts_of(6),
             concurrency=2,
             on_step=lambda info: seen.append(info.running + info.waiting),
         )
@@ -231,15 +209,15 @@ def test_concurrency_limits_the_requests_in_flight():
 
 def test_arrivals_are_waited_for():
     engine = _engine()
-    results = list(engine.generate(_prompts(2), arrivals=[0.05, 0.0]))
+    results = list(engine.generate(prompts_of(2), arrivals=[0.05, 0.0]))
     # The prompt that arrives first is queued first and counted from its arrival.
     assert [result.request_id for result in results] == [0, 1]
-    assert results[0].index == 1 and results[0].prompt == _prompts(2)[1]
+    assert results[0].index == 1 and results[0].prompt == prompts_of(2)[1]
 
 
 def test_the_report_counts_what_happened_and_is_json():
     engine = _engine()
-    list(engine.generate(_prompts(4), SamplingParams(max_new_tokens=3)))
+    list(engine.generate(prompts_of(4), SamplingParams(max_new_tokens=3)))
     report = json.loads(json.dumps(engine.report().to_dict()))
     assert report["requests"] == 4 and report["generated_tokens"] == 12
     assert report["fallbacks"] == report["compiles_after_warmup"] == report["graph_breaks"] == 0
@@ -314,15 +292,15 @@ def test_events_go_to_whom_they_belong():
     by_hand = engine.submit([9, 8, 7], params)
     stream = engine.stream([[1, 2], [3, 4]], params)
     streamed = [next(stream)]
-    told = engine.step()  # in the middle of the stream
+    received = engine.step()  # in the middle of the stream
     also = engine.submit([6, 5], params)
     streamed += stream
     while engine.has_work:
-        told += engine.step()
+        received += engine.step()
     assert [event.index for event in streamed].count(0) == 4 == len(streamed) // 2
-    assert {event.request_id for event in told} == {by_hand, also} and len(told) == 8
+    assert {event.request_id for event in received} == {by_hand, also} and len(received) == 8
     for request, prompt in ((by_hand, [9, 8, 7]), (also, [6, 5])):
-        tokens = [event.token for event in told if event.request_id == request]
+        tokens = [event.token for event in received if event.request_id == request]
         assert tokens == plain_generate(engine.executor.module.model, prompt, 4)
     assert engine.step() == []
 

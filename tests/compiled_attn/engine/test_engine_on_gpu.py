@@ -1,7 +1,7 @@
 """An engine on a GPU: the tokens of a CPU in float32, also where NaN lies all around, by replays.
 
-The same runs on the stand-in device, whose graphs are recorded by a double. What only some machines
-have is imported where it is used: a GPU's machine may lack it.
+The same runs on the fake device, with a double that records graphs. What only some machines have is
+imported where it is used.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COUNT = 8
 GREEDY = SamplingParams(max_new_tokens=COUNT)
 FAMILIES = {"llama": "GQA", "mistral": "a window", "gemma2": "softcap"}
 SAMPLED = {
-    "drawn": dict(temperature=0.8, seed=1),
+    "random": dict(temperature=0.8, seed=1),
     "of the likeliest": dict(temperature=1.5, top_k=5, top_p=0.9, min_p=0.02, seed=2),
     "penalties": dict(temperature=0.7, repetition_penalty=1.3, seed=4),
-    "told": dict(logprobs=2, prompt_logprobs=1),
+    "logprobs": dict(logprobs=2, prompt_logprobs=1),
 }
 
 
@@ -48,7 +48,7 @@ class Counting(CudaRecorder):
 
 
 class Recorded(CudaGraphBackend):
-    """Records the steps: compiled code on a GPU, eager code on the stand-in."""
+    """Records the steps: compiled code on a GPU, eager code on the fake device."""
 
     def __init__(self, device: str) -> None:
         self.recorders: list[Counting] = []
@@ -69,7 +69,7 @@ def double(device: str):
 
 
 DEVICES = {
-    "stand_in": ("eager", "cudagraph"),
+    "fake_device": ("eager", "cudagraph"),
     "cuda": ("eager", "inductor", "cudagraph"),
 }
 RUNS = [
@@ -81,10 +81,10 @@ RUNS = [
 
 def engine_on(device: str, backend: str, family: str, **changes) -> Engine:
     """Warmed up, on a device that is there."""
-    if device == "stand_in":
+    if device == "fake_device":
         if torch.cuda.is_available():
             pytest.skip("torch has one accelerator a process, and this machine's is a GPU")
-        from tests.stand_in import open_device
+        from tests.fake_device import open_device
 
         open_device()
     made = Recorded(device) if backend == "cudagraph" else backend
@@ -133,13 +133,13 @@ def assert_replayed(engine: Engine) -> None:
         assert report.replays == 0
 
 
-@pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "in turn"])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "in turn"])
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILIES.get)
 @pytest.mark.parametrize(("device", "backend"), RUNS)
-def test_tokens_are_those_of_a_cpu(device, backend, family, look_ahead):
-    engine = engine_on(device, backend, family, look_ahead=look_ahead)
+def test_tokens_are_those_of_a_cpu(device, backend, family, async_scheduling):
+    engine = engine_on(device, backend, family, async_scheduling=async_scheduling)
     assert generated(engine) == on_cpu(family)
-    assert bool(engine.report().steps_ahead) is look_ahead
+    assert bool(engine.report().steps_ahead) is async_scheduling
     assert_replayed(engine)
 
 

@@ -11,18 +11,13 @@ from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingPara
 from compiled_attn.engine.local import LocalExecutor
 from graphs import CaptureError
 from graphs.backends.eager import EagerBackend
-from tests.compiled_attn.engine.counting import CONFIG, Counting
+from tests.compiled_attn.engine.counting import Counting
+from tests.compiled_attn.engine.paced import warm_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 
-@pytest.fixture
-def engine() -> Engine:
-    made = Engine(Counting(), CONFIG)
-    made.warmup()
-    return made
-
-
-def test_every_request_is_continued_and_every_token_found_where_its_tables_say(engine):
+def test_every_request_is_continued_and_every_token_found_where_its_tables_say():
+    engine = warm_engine()
     prompts = [[n, 5, n] * (1 + n % 4) for n in range(1, 30)]
     results = engine.generate(prompts, SamplingParams(max_new_tokens=20), in_order=True)
     for prompt, result in zip(prompts, results, strict=True):
@@ -32,7 +27,8 @@ def test_every_request_is_continued_and_every_token_found_where_its_tables_say(e
     assert report.preemptions > 0 and report.prefix_hit_ratio > 0
 
 
-def test_the_executor_says_what_ends_a_text(engine):
+def test_the_executor_says_what_ends_a_text():
+    engine = warm_engine()
     (result,) = engine.generate([[96]], SamplingParams(max_new_tokens=20))
     assert (result.tokens, result.finish_reason) == ([97, 98, 99], "stop")
 
@@ -66,9 +62,7 @@ def test_where_nothing_can_be_captured_the_error_is_of_the_steps(strict):
     )
     engine = Engine(tiny_model(), config)
     for _ in range(2):
-        with pytest.raises(
-            CaptureError, match=r"step\[.* compiler missing; 3 of 3 buckets .* mend"
-        ):
+        with pytest.raises(CaptureError, match=r"step\[.* compiler missing; 3 of 3 buckets .* fix"):
             engine.warmup()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import compiled_attn.engine.draw_rows as draws_module
+import compiled_attn.engine.sampling_rows as draws_module
 from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine import (
     ConfigError,
@@ -22,6 +22,7 @@ from compiled_attn.engine import (
 )
 from compiled_attn.hf import ModelChanged
 from graphs import CaptureError
+from tests.compiled_attn.engine.small import small_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 POISON = 127
@@ -36,21 +37,6 @@ def _poisoned_model():
     return model
 
 
-def _engine(model=None, **config) -> Engine:
-    settings = {
-        "max_tokens_per_step": 24,
-        "max_seqs": 4,
-        "block_size": 4,
-        "num_blocks": 64,
-        "backend": "eager",
-        "max_graphs": 4,
-        **config,
-    }
-    engine = Engine(model or tiny_model(), EngineConfig(**settings))
-    engine.warmup()
-    return engine
-
-
 def _prompts(count: int) -> list[list[int]]:
     rng = np.random.default_rng(3)
     return [rng.integers(1, POISON, int(rng.integers(2, 30))).tolist() for _ in range(count)]
@@ -60,7 +46,7 @@ def _prompts(count: int) -> list[list[int]]:
 def test_a_request_that_turns_into_nan_ends_with_an_error_and_changes_no_other(kernel):
     model, prompts = _poisoned_model(), _prompts(6)
     bad = {1: [*prompts[1][:5], POISON, *prompts[1][5:], *range(1, 40)], 4: [POISON]}
-    engine = _engine(model, kernel=kernel)
+    engine = small_engine(model, kernel=kernel)
     served = [bad.get(index, prompt) for index, prompt in enumerate(prompts)]
     results = list(engine.generate(served, SamplingParams(max_new_tokens=NEW), in_order=True))
     for index, result in enumerate(results):
@@ -78,7 +64,7 @@ def test_a_request_that_turns_into_nan_ends_with_an_error_and_changes_no_other(k
 @pytest.mark.parametrize("kernel", ["auto", "portable"])
 def test_a_prompt_that_begins_like_one_that_failed_finds_nothing_of_it(kernel):
     model = _poisoned_model()
-    engine = _engine(model, kernel=kernel)
+    engine = small_engine(model, kernel=kernel)
     prefix, hits = list(range(1, 41)), []
     for tail in ([POISON, 5, 6, 7], [9], [9], [POISON, 8], [9]):
         (result,) = engine.generate([[*prefix, *tail]], SamplingParams(max_new_tokens=NEW))
@@ -92,10 +78,9 @@ def test_a_prompt_that_begins_like_one_that_failed_finds_nothing_of_it(kernel):
 
 
 def test_a_found_block_that_is_not_finite_is_withdrawn_with_all_behind_it():
-    engine, prefix = _engine(), list(range(1, 21))
+    engine, prefix = small_engine(), list(range(1, 21))
     list(engine.generate([prefix], SamplingParams(max_new_tokens=1)))
-    third = 3
-    engine.executor.module.cache.value(1)[4 * third] = math.nan
+    engine.executor.module.cache.value(1)[4 * 3] = math.nan
     (failed,) = engine.generate([[*prefix, 30]], SamplingParams(max_new_tokens=2))
     assert failed.finish_reason == "error"
     before = engine.pool.stats().hit_tokens
@@ -105,7 +90,7 @@ def test_a_found_block_that_is_not_finite_is_withdrawn_with_all_behind_it():
 
 
 def test_the_event_of_a_failure_has_no_token():
-    engine = _engine(_poisoned_model())
+    engine = small_engine(_poisoned_model())
     request = engine.submit([1, POISON, 2])
     (event,) = engine.step()
     assert event.token is None and event.result.finish_reason == "error"
@@ -115,14 +100,14 @@ def test_the_event_of_a_failure_has_no_token():
 
 @pytest.mark.parametrize("temperature", [1e-50, 5e-324])
 def test_a_tiny_temperature_is_greedy(temperature):
-    engine, prompt = _engine(), [3, 4, 5]
+    engine, prompt = small_engine(), [3, 4, 5]
     params = SamplingParams(max_new_tokens=NEW, temperature=temperature)
     (result,) = engine.generate([prompt], params)
     assert result.tokens == plain_generate(engine.executor.module.model, prompt, NEW)
 
 
 def test_what_fails_while_one_row_is_sampled_ends_that_request_alone(monkeypatch):
-    engine, prompts = _engine(), _prompts(3)
+    engine, prompts = small_engine(), _prompts(3)
     draw = draws_module.uniforms
 
     def failing(seeds, steps):
@@ -160,7 +145,7 @@ def test_what_fails_while_one_row_is_sampled_ends_that_request_alone(monkeypatch
     ],
 )
 def test_prompts_that_are_not_integers_are_refused_in_one_line(prompt, message):
-    engine = _engine()
+    engine = small_engine()
     for call in (lambda: engine.submit(prompt), lambda: engine.generate([[1], prompt])):
         with pytest.raises(ConfigError, match="expected") as refused:
             call()
@@ -172,7 +157,7 @@ def test_prompts_that_are_not_integers_are_refused_in_one_line(prompt, message):
 @pytest.mark.parametrize("prompts", ["hello", 7, [1, 2, 3]])
 def test_prompts_that_are_no_list_of_prompts_are_refused(prompts):
     with pytest.raises(ConfigError, match=r"expected a (list of prompts|prompt as a list)"):
-        _engine().generate(prompts)
+        small_engine().generate(prompts)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +171,13 @@ def test_prompts_that_are_no_list_of_prompts_are_refused(prompts):
     ],
 )
 def test_integers_of_every_kind_are_prompts(prompt):
-    engine = _engine()
+    engine = small_engine()
     (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=2))
     assert result.prompt == [4, 5, 6] and set(map(type, result.prompt)) == {int}
 
 
 def test_sampling_and_salts_of_the_wrong_kind_are_refused():
-    engine = _engine()
+    engine = small_engine()
     with pytest.raises(ConfigError, match="SamplingParams, got dict"):
         engine.submit([1], {"temperature": 1})
     with pytest.raises(ConfigError, match="salt as str"):
@@ -202,7 +187,7 @@ def test_sampling_and_salts_of_the_wrong_kind_are_refused():
 
 
 def test_prompts_of_another_salt_share_no_block():
-    engine, prompt = _engine(), list(range(1, 20))
+    engine, prompt = small_engine(), list(range(1, 20))
     hits = []
     for salt in ("a", "b", None, "a"):
         list(engine.generate([prompt], salt=salt))
@@ -211,7 +196,7 @@ def test_prompts_of_another_salt_share_no_block():
 
 
 def test_an_index_is_the_position_in_its_call_and_an_id_is_given_once():
-    engine, params = _engine(), SamplingParams(max_new_tokens=2)
+    engine, params = small_engine(), SamplingParams(max_new_tokens=2)
     by_hand = engine.submit([1, 2], params)
     while engine.has_work:
         engine.step()
@@ -226,7 +211,7 @@ def test_an_index_is_the_position_in_its_call_and_an_id_is_given_once():
 
 
 def test_results_come_in_order_if_asked_for():
-    engine, prompts = _engine(), _prompts(6)
+    engine, prompts = small_engine(), _prompts(6)
     params = [SamplingParams(max_new_tokens=new) for new in (9, 1, 5, 2, 7, 1)]
     finished = [result.index for result in engine.generate(prompts, params)]
     ordered = [result.index for result in engine.generate(prompts, params, in_order=True)]
@@ -234,7 +219,7 @@ def test_results_come_in_order_if_asked_for():
 
 
 def test_an_aborted_request_does_not_hold_back_ordered_results():
-    engine = _engine()
+    engine = small_engine()
     results = engine.generate(
         [[1, 2], [3, 4], [5, 6]],
         SamplingParams(max_new_tokens=3),
@@ -245,7 +230,7 @@ def test_an_aborted_request_does_not_hold_back_ordered_results():
 
 
 def test_without_a_seed_equal_prompts_go_different_ways_and_the_result_tells_the_seed():
-    engine, prompt = _engine(), [3, 4, 5]
+    engine, prompt = small_engine(), [3, 4, 5]
     params = SamplingParams(max_new_tokens=12, temperature=2.0)
     first, second = engine.generate([prompt, prompt], params)
     assert first.sampling.seed != second.sampling.seed and first.tokens != second.tokens
@@ -253,40 +238,24 @@ def test_without_a_seed_equal_prompts_go_different_ways_and_the_result_tells_the
     assert again.tokens == first.tokens and params.seed is None
 
 
-def test_a_stream_that_could_not_abort_its_requests_leaves_none_behind(monkeypatch):
-    engine = _engine()
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine, "_abort", interrupted)
-    stream = engine.stream([[1, 2], [3, 4]], SamplingParams(max_new_tokens=50))
-    next(stream)
-    with pytest.raises(KeyboardInterrupt):
-        stream.close()
-    assert len(engine.open_requests) == 2
-    assert engine.step() == [] and not engine.has_work
-    assert engine.pool.stats().used == 0
-
-
 def test_a_model_that_changed_since_the_warmup_is_an_error_and_nothing_is_lost():
     model = tiny_model()
-    engine, params = _engine(model), SamplingParams(max_new_tokens=NEW)
+    engine, params = small_engine(model), SamplingParams(max_new_tokens=NEW)
     engine.submit([3, 4, 5], params)
-    told = engine.step()
+    received = engine.step()
     name = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     with pytest.raises(ModelChanged, match="its attention is 'sdpa'"):
         engine.step()
     model.set_attn_implementation(name)
     while engine.has_work:
-        told += engine.step()
-    assert [event.token for event in told] == plain_generate(model, [3, 4, 5], NEW)
+        received += engine.step()
+    assert [event.token for event in received] == plain_generate(model, [3, 4, 5], NEW)
     assert engine.report().restarts == 0
 
 
 def test_nothing_of_a_request_is_kept_when_it_was_served():
-    engine = _engine()
+    engine = small_engine()
 
     kinds = RequestState, GenerationResult, TokenEvent
 
@@ -312,7 +281,7 @@ def test_an_unknown_backend_is_refused_before_the_model_is_touched():
 
 def test_blocks_that_somebody_moves_between_two_steps_are_found_where_they_are():
     model, prompts = tiny_model(), _prompts(6)
-    engine = _engine(model, defrag_waste=1)
+    engine = small_engine(model, defrag_waste=1)
     moving = OnlineDefragmenter(engine.pool, engine.executor.copies, max_waste=0, min_gap=1)
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=4 + 9 * (n % 2)))
                 for n, prompt in enumerate(prompts)]  # fmt: skip

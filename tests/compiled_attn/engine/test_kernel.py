@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,53 +13,19 @@ from compiled_attn.engine import kernel as choice
 from compiled_attn.engine.sampling import check_lengths
 from compiled_attn.ops import NativeOps, packed_linear
 from graphs import explicit
-from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
+from tests.compiled_attn.engine.small import SIZES, greedy, plain, prompts_of, small_engine
+from tests.compiled_attn.tiny import tiny_model
 
 WHY = "expected a C++ compiler, found none: install g++"
 
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
-
-def _prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(1, 128, 16).tolist()
-    return [
-        (prefix if index % 2 else []) + rng.integers(1, 128, int(rng.integers(1, longest))).tolist()
-        for index in range(count)
-    ]
+_engine = partial(small_engine, kernel="native", num_blocks=128)
 
 
 def _config(**changes) -> EngineConfig:
-    return EngineConfig(
-        **{
-            "max_tokens_per_step": 24,
-            "max_seqs": 4,
-            "block_size": 4,
-            "num_blocks": 128,
-            "backend": "eager",
-            "kernel": "native",
-            **changes,
-        }
-    )
-
-
-def _engine(model=None, **changes) -> Engine:
-    engine = Engine(model or tiny_model(), _config(**changes))
-    engine.warmup()
-    return engine
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_generates_the_tokens_of_plain_generate(family):
-    model, prompts = tiny_model(family), _prompts(7)
-    engine = _engine(model)
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=9))}
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 9)
-    report = engine.report()
-    assert report.kernel == "native" and report.prefix_hit_ratio > 0
-    assert report.padding_waste["blocks"] == 0
+    return EngineConfig(**{**SIZES, "num_blocks": 128, "kernel": "native", **changes})
 
 
 def test_bfloat16_models_are_served():
@@ -69,42 +35,21 @@ def test_bfloat16_models_are_served():
     assert len(result.tokens) == 4 and engine.report().kernel == "native"
 
 
-def test_defragmentation_on_every_step_changes_no_token():
-    model, prompts = tiny_model(), _prompts(7, longest=30)
-    engine = _engine(model, num_blocks=40, defrag_waste=0.0)
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=10))}
-    assert engine.report().memory["defrag_moves"] > 0
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 10)
-
-
-def test_preempted_requests_resume_where_they_were():
-    model, prompts = tiny_model(), _prompts(6, longest=40)
-    engine = _engine(model, num_blocks=24)
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=20))}
-    assert engine.report().preemptions > 0
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 20)
-
-
 def test_captured_graphs_serve_without_a_compile_or_a_break():
-    model, prompts = tiny_model("mistral"), _prompts(4)
+    model, prompts = tiny_model("mistral"), prompts_of(4)
     buckets = explicit(("tokens", "requests"), [(24, 4), (4, 4)])
     engine = _engine(model, backend="inductor", buckets=buckets)
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
+    assert greedy(engine, prompts, 6) == plain(model, prompts, 6)
     report = engine.report()
     assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)
     assert report.compiled_graphs == 1
     assert {row["graph"] for row in report.buckets} == {"step[tokens requests]"}
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 6)
 
 
 def test_both_kernels_generate_the_same():
-    model, prompts = tiny_model("gpt_oss"), _prompts(6, seed=3)
+    model, prompts = tiny_model("gpt_oss"), prompts_of(6, seed=3)
     native, portable = (
-        {r.index: r.tokens for r in _engine(model, kernel=kernel).generate(prompts)}
-        for kernel in ("native", "portable")
+        greedy(_engine(model, kernel=kernel), prompts, 16) for kernel in ("native", "portable")
     )
     assert native == portable
 
@@ -205,18 +150,18 @@ def test_buckets_that_do_not_hold_the_largest_step_are_refused_if_strict():
 @pytest.mark.parametrize(("weights", "packs"), [("packed", True), ("plain", False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packed_weights_generate_what_the_model_then_computes(dtype, weights, packs):
-    model, prompts = tiny_model("llama").to(dtype), _prompts(5)
-    plain = [plain_generate(model, prompt, 9) for prompt in prompts]
+    model, prompts = tiny_model("llama").to(dtype), prompts_of(5)
+    expected = plain(model, prompts, 9)
     engine = _engine(model, weights=weights, backend="aot_eager", max_graphs=2)
-    results = [r.tokens for r in engine.generate(prompts, SamplingParams(max_new_tokens=9))]
+    results = greedy(engine, prompts, 9)
     assert ("weights" in engine.report().kernel_notes) is packs
     same = sum(
         a == b
-        for text, other in zip(results, plain, strict=True)
+        for text, other in zip(results, expected, strict=True)
         for a, b in zip(text, other, strict=False)
     )
     # In bfloat16 until rounding takes another token.
-    assert same >= (0.5 if dtype is torch.bfloat16 else 1) * sum(map(len, plain))
+    assert same >= (0.5 if dtype is torch.bfloat16 else 1) * sum(map(len, expected))
     assert engine.report().compiles_after_warmup == 0
 
 
@@ -230,54 +175,53 @@ def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weigh
             return False
 
     monkeypatch.setattr(choice, "tuning", Measured)
-    model, prompts = tiny_model("llama").to(torch.bfloat16).float(), _prompts(3)
-    plain = [plain_generate(model, prompt, 5) for prompt in prompts]
+    model, prompts = tiny_model("llama").to(torch.bfloat16).float(), prompts_of(3)
+    expected = plain(model, prompts, 5)
     engine = _engine(model, weights=weights, backend="aot_eager", max_graphs=2)
-    results = engine.generate(prompts, SamplingParams(max_new_tokens=5), in_order=True)
-    assert [result.tokens for result in results] == plain
-    told = engine.report().kernel_notes["weights"]
-    assert told.endswith("in 16 bits, which hold them exactly") is (weights == "auto")
+    assert greedy(engine, prompts, 5) == expected
+    received = engine.report().kernel_notes["weights"]
+    assert received.endswith("in 16 bits, which hold them exactly") is (weights == "auto")
     assert model.dtype is torch.float32 and engine.report().compiles_after_warmup == 0
     if weights == "auto":
-        with pytest.raises(ConfigError, match="has kept float32 in 16 bits: load it again"):
+        with pytest.raises(ConfigError, match="stored float32 in 16 bits: load it again"):
             _engine(model, weights="packed", backend="eager")
 
 
 def test_weights_of_int8_are_told_and_stay_for_engines_that_ask_for_them():
-    model, prompts = tiny_model("llama").to(torch.bfloat16), _prompts(3)
+    model, prompts = tiny_model("llama").to(torch.bfloat16), prompts_of(3)
     settings = {"backend": "aot_eager", "max_graphs": 2}
     engine = _engine(model, weights="int8", **settings)
-    results = [r.tokens for r in engine.generate(prompts, SamplingParams(max_new_tokens=5))]
+    results = greedy(engine, prompts, 5)
     assert [len(tokens) for tokens in results] == [5] * 3
     assert engine.report().kernel_notes["weights"].endswith("weights in int8")
     assert engine.report().compiles_after_warmup == 0
     again = _engine(model, weights="int8", **settings)
-    assert [r.tokens for r in again.generate(prompts, SamplingParams(max_new_tokens=5))] == results
+    assert greedy(again, prompts, 5) == results
     for weights in ("auto", "packed", "plain"):
-        with pytest.raises(ConfigError, match="before has made int8: load it again"):
+        with pytest.raises(ConfigError, match="earlier engine made int8: load it again"):
             _engine(model, weights=weights, **settings)
 
 
 def test_packed_weights_are_not_made_int8():
     model = tiny_model("llama").to(torch.bfloat16)
     _engine(model, weights="packed", backend="eager")
-    with pytest.raises(ConfigError, match="before has made packed: load it again"):
+    with pytest.raises(ConfigError, match="earlier engine made packed: load it again"):
         _engine(model, weights="int8", backend="eager")
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "received"),
     [
         ({"weights": "packed", "kernel": "portable"}, "are for the native kernel"),
         ({"weights": "int8", "kernel": "portable"}, "'int8' are for the native kernel"),
         ({"weights": "int4"}, "expected weights of"),
     ],
 )
-def test_weights_that_cannot_be_are_refused(changes, told):
+def test_weights_that_cannot_be_are_refused(changes, received):
     model = tiny_model()  # float32
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match="expected weights of bfloat16 that can be packed"):
         _engine(model, weights="int8")
     assert model.config._attn_implementation == before
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=received):
         _engine(tiny_model().to(torch.bfloat16), **changes)

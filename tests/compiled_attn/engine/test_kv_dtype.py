@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,51 +16,34 @@ from compiled_attn.engine.cache_size import CacheSize
 from compiled_attn.hf.proof import check
 from compiled_attn.models import default_model
 from graphs.store.factors import graph_factors
-from tests.compiled_attn.engine.kept import KINDS, kept_rows
+from tests.compiled_attn.engine.rounded import KINDS, rounded_logits
+from tests.compiled_attn.engine.small import greedy, prompts_of, small_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 NEW = 12
 SAMPLING = SamplingParams(max_new_tokens=NEW)
 
+_prompts = partial(prompts_of, seed=5, longest=40, vocab=120)
+
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def _engine(model, kv_dtype, **changes) -> Engine:
-    settings = {
-        "max_tokens_per_step": 24,
-        "max_seqs": 4,
-        "block_size": 4,
-        "num_blocks": 256,
-        "backend": "eager",
-        "max_graphs": 4,
-        **changes,
-    }
-    engine = Engine(model, EngineConfig(**settings, kv_dtype=kv_dtype))
-    engine.warmup()
-    return engine
-
-
-def _prompts(count: int = 6, longest: int = 40) -> list[list[int]]:
-    rng = np.random.default_rng(5)
-    prefix = rng.integers(1, 120, 16).tolist()
-    return [
-        (prefix if index % 2 else []) + rng.integers(1, 120, int(rng.integers(1, longest))).tolist()
-        for index in range(count)
-    ]
+    return small_engine(model, kv_dtype=kv_dtype, **{"num_blocks": 256, **changes})
 
 
 def _tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    return [result.tokens for result in engine.generate(prompts, SAMPLING, in_order=True)]
+    return greedy(engine, prompts, NEW)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_is_the_likeliest_of_a_model_whose_cache_is_rounded_so(kind, kernel, family):
-    model, prompts = tiny_model(family), _prompts()
+    model, prompts = tiny_model(family), _prompts(6)
     engine = _engine(model, kind, kernel=kernel)
     for prompt, tokens in zip(prompts, _tokens(engine, prompts), strict=True):
-        rows = kept_rows(model, prompt + tokens[:-1], kind)[len(prompt) - 1 :]
+        rows = rounded_logits(model, prompt + tokens[:-1], kind)[len(prompt) - 1 :]
         short = rows.amax(-1) - rows[range(NEW), tokens]
         # An element that lies between two codes may become the other one.
         assert (short <= 2e-3 * rows.std(-1)).all()
@@ -97,7 +81,7 @@ def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kerne
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kind, kernel):
-    poison, prompts = 127, _prompts()
+    poison, prompts = 127, _prompts(6)
     model = tiny_model()
     model.get_input_embeddings().weight.data[poison] = math.nan
     model.lm_head.weight.data[poison] = 0.0  # so that nobody generates it
@@ -191,7 +175,7 @@ def test_a_check_compares_with_a_model_that_rounds_so(kind, kernel):
     results = list(engine.generate(_prompts(20), SAMPLING, in_order=True))
     assert check(model, results, 20, kv_dtype=KINDS[kind]).mismatches == []
     assert check(model, results, 20).mismatches != []
-    least = int(kept_rows(model, results[0].prompt, kind)[-1].argmin())
+    least = int(rounded_logits(model, results[0].prompt, kind)[-1].argmin())
     wrong = [replace(results[0], tokens=[least, *results[0].tokens[1:]])]
     assert check(model, wrong, 1, kv_dtype=KINDS[kind]).mismatched_tokens >= 1
     assert model.config._attn_implementation == "compiled_attn"

@@ -11,91 +11,76 @@ import torch
 from compiled_attn.cache.defrag import DefragTotals
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from graphs import explicit
+from tests.compiled_attn.engine.small import rest_of, small_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
-from tests.interrupts import interrupted_at
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
 PARAMS = SamplingParams(max_new_tokens=5)
 
 
-def _engine(**config) -> Engine:
-    sizes = {"max_tokens_per_step": 24, "max_seqs": 4, "block_size": 4, "num_blocks": 64}
-    made = Engine(tiny_model(), EngineConfig(**{**sizes, "backend": "eager", **config}))
-    made.warmup()
-    return made
-
-
 def _during_a_step(engine: Engine, call) -> None:
     """Calls once in the middle of the next step, as a signal handler or a finaliser would."""
-    run = engine.executor.run
+    run = engine.executor.launch
 
     def with_call(*args):
-        engine.executor.run = run
+        engine.executor.launch = run
         call()
         return run(*args)
 
-    engine.executor.run = with_call
-
-
-def _rest(engine: Engine) -> dict[int, list[int]]:
-    told: dict[int, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            told.setdefault(event.request_id, []).append(event.token)
-    return told
+    engine.executor.launch = with_call
 
 
 def test_a_submit_in_the_middle_of_a_step_is_served_and_hurts_nobody():
-    engine, late = _engine(), []
+    engine, late = small_engine(), []
     first = engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, lambda: late.append(engine.submit(PROMPTS[1], PARAMS)))
-    told = _rest(engine)
-    assert told[first] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
-    assert told[late[0]] == plain_generate(engine.executor.module.model, PROMPTS[1], 5)
+    received = rest_of(engine)
+    assert received[first] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
+    assert received[late[0]] == plain_generate(engine.executor.module.model, PROMPTS[1], 5)
     assert engine.report().restarts == 0
 
 
 def test_an_abort_in_the_middle_of_a_step_takes_effect_after_it():
-    engine = _engine()
-    kept, dropped = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
+    engine = small_engine()
+    other, dropped = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
     engine.step()
     _during_a_step(engine, lambda: engine.abort(dropped))
-    assert {event.request_id for event in engine.step()} == {kept, dropped}
-    told = _rest(engine)
-    assert set(told) == {kept} and engine.report().restarts == 0
+    assert {event.request_id for event in engine.step()} == {other, dropped}
+    received = rest_of(engine)
+    assert set(received) == {other} and engine.report().restarts == 0
     assert engine.pool.stats().used == 0
 
 
 def test_a_step_in_the_middle_of_a_step_is_refused():
-    engine = _engine()
+    engine = small_engine()
     request = engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, engine.step)
-    with pytest.raises(RuntimeError, match="not at work"):
+    with pytest.raises(RuntimeError, match="idle engine"):
         engine.step()
-    assert _rest(engine)[request] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
+    assert rest_of(engine)[request] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
 
 
 def test_a_stream_that_is_dropped_in_the_middle_of_a_step_leaves_nothing_behind():
-    engine = _engine()
+    engine = small_engine()
     streams = [engine.stream(PROMPTS[1:], SamplingParams(max_new_tokens=50))]
     next(streams[0])
-    kept = engine.submit(PROMPTS[0], PARAMS)
+    other = engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, lambda: (streams.clear(), gc.collect()))
-    told = _rest(engine)
-    assert told == {kept: plain_generate(engine.executor.module.model, PROMPTS[0], 5)}
+    received = rest_of(engine)
+    assert received == {other: plain_generate(engine.executor.module.model, PROMPTS[0], 5)}
     assert engine.report().restarts == 0 and engine.pool.stats().used == 0
-    assert len(engine._streams) == 0
+    assert not engine.is_streaming
 
 
 def test_a_stream_closed_in_its_callback_ends_after_the_step():
-    engine = _engine()
+    engine = small_engine()
     stream = engine.stream(PROMPTS, PARAMS, on_step=lambda info: stream.close())
     assert len(list(stream)) == 3 and not engine.open_requests
     assert engine.pool.stats().used == 0
 
 
 def test_events_of_a_step_whose_callback_raises_can_still_be_read():
-    engine = _engine()
+    engine = small_engine()
 
     def failing(info):
         raise OSError("the disk is full")
@@ -108,7 +93,7 @@ def test_events_of_a_step_whose_callback_raises_can_still_be_read():
 
 
 def test_a_stream_that_was_refused_can_be_read_later():
-    engine = _engine()
+    engine = small_engine()
     first, second = (engine.stream(PROMPTS, PARAMS) for _ in range(2))
     next(first)
     with pytest.raises(RuntimeError, match="another stream"):
@@ -117,38 +102,8 @@ def test_a_stream_that_was_refused_can_be_read_later():
     assert len(list(second)) == 15
 
 
-def test_an_interrupt_between_two_tokens_of_a_stream_loses_none():
-    engine, prompt = _engine(), PROMPTS[0]
-    wanted = plain_generate(engine.executor.module.model, prompt, 5)
-    for line in range(12):
-        stream, told, number = engine.stream([prompt], PARAMS), [], 0
-        while not stream.has_ended or len(stream.mailbox):
-            try:
-                with interrupted_at(line if number == 2 else 10**6):
-                    number += 1
-                    event = next(stream)
-                    told.append(event.token)
-            except KeyboardInterrupt:
-                continue
-            except StopIteration:
-                break
-        assert told == wanted[: len(told)] and len(told) >= 2
-        assert not engine.open_requests
-
-
-def test_after_an_interrupted_step_nothing_listens_for_compiles(monkeypatch):
-    engine = _engine()
-    engine.submit(PROMPTS[0], PARAMS)
-    monkeypatch.setattr(type(engine.sentinel), "__exit__", lambda *_: None)
-    _during_a_step(engine, lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    handler = torch._dynamo.callback.callback_handler
-    assert not handler.start_callbacks and not handler.end_callbacks
-
-
 def test_what_was_counted_before_an_exception_stays_counted():
-    engine = _engine(num_blocks=24, defrag_waste=0.0)
+    engine = small_engine(num_blocks=24, defrag_waste=0.0)
     prompts = [[*range(1, 14), number] for number in range(20, 26)]
     list(engine.generate(prompts, PARAMS))
     before, moved = engine.memory.stats(), engine.memory.defragmenter.totals
@@ -192,11 +147,11 @@ def test_a_request_that_a_warmup_lost_the_bucket_for_fails_alone():
 
 @pytest.mark.parametrize("arrived", [math.nan, -math.inf, math.inf, "x"])
 def test_an_arrival_that_is_no_time_is_refused(arrived):
-    engine = _engine()
+    engine = small_engine()
     with pytest.raises(ConfigError, match="finite seconds"):
         engine.submit([1], arrived_s=arrived)
     engine.submit([1], PARAMS, arrived_s=-1e6)
-    assert len(_rest(engine)[0]) == 5
+    assert len(rest_of(engine)[0]) == 5
 
 
 @pytest.mark.parametrize(
@@ -213,11 +168,11 @@ def test_an_arrival_that_is_no_time_is_refused(arrived):
 )
 def test_settings_of_a_workload_of_the_wrong_kind_are_refused(more, message):
     with pytest.raises(ConfigError, match=message):
-        _engine().generate([[1], [2]], **more)
+        small_engine().generate([[1], [2]], **more)
 
 
 def test_arrivals_may_be_a_tensor_and_sampling_any_iterable():
-    engine = _engine()
+    engine = small_engine()
     params = (SamplingParams(max_new_tokens=2) for _ in range(2))
     arrivals = torch.tensor([0.0, 0.01])
     assert len(list(engine.generate([[1], [2]], params, arrivals=arrivals))) == 2

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: what fails, stops or is left ends, and nobody waits for it."""
+"""The thread that owns an engine: failures and stops end every request."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from compiled_attn import AsyncEngine
 from compiled_attn.engine import Engine, EngineConfig
+from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.errors import EngineStopped, RequestCancelled
 from tests.compiled_attn.engine.counting import CONFIG, Counting
 from tests.compiled_attn.engine.paced import LONG, SECONDS, used, warm_engine
@@ -42,9 +43,9 @@ def test_an_error_of_one_request_is_its_own(monkeypatch):
 
 def test_a_row_without_a_token_ends_its_request_alone(monkeypatch):
     executor = Counting()
-    run = executor.run
+    launch, bad_row = executor.launch, RowResult(error="not finite")
     monkeypatch.setattr(
-        executor, "run", lambda step: ["not finite" if t == 13 else t for t in run(step)]
+        executor, "launch", lambda step: [bad_row if r.token == 13 else r for r in launch(step)]
     )
     with AsyncEngine(warm_engine(executor)) as serving:
         bad, good = serving.submit([10], LONG), serving.submit([20], LONG)
@@ -103,17 +104,17 @@ def test_a_look_that_ends_the_thread_ends_for_the_looker_too():
     def looks(engine):
         raise error
 
-    serving, told = AsyncEngine(warm_engine()), []
+    serving, received = AsyncEngine(warm_engine()), []
 
     def look():
         with pytest.raises(EngineStopped, match="looked too long") as caught:
-            serving._owner.look(looks)
-        told.append(caught.value.__cause__)
+            serving._owner.call(looks)
+        received.append(caught.value.__cause__)
 
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
     looker.join(SECONDS)
-    assert told == [error] and not serving.is_serving
+    assert received == [error] and not serving.is_serving
 
 
 def test_a_request_whose_entry_ends_the_thread_ends_too(monkeypatch):
@@ -145,11 +146,11 @@ def test_a_warmup_that_fails_reaches_who_submitted_meanwhile():
 
 
 def test_an_engine_is_warmed_up_in_its_thread_and_can_be_stopped_meanwhile():
-    told, go_on = [], threading.Event()
+    received, go_on = [], threading.Event()
     config = EngineConfig(16, 4, block_size=4, num_blocks=20, backend="eager", context=40)
-    with AsyncEngine(Engine(tiny_model(), config), progress=told.append) as serving:
+    with AsyncEngine(Engine(tiny_model(), config), progress=received.append) as serving:
         assert len(serving.submit([1, 2], LONG).result(SECONDS).tokens) == 30
-    assert told and serving.engine.warmup_report is not None
+    assert received and serving.engine.warmup_report is not None
 
     def wait(event):
         go_on.wait(SECONDS)
@@ -292,7 +293,7 @@ def _ends(serving: AsyncEngine) -> bool:
 
 def test_a_look_in_a_look_is_at_once():
     serving = AsyncEngine(warm_engine())
-    report = serving.look(lambda _: serving.look(lambda engine: serving.look(Engine.report)))
+    report = serving.call(lambda _: serving.call(lambda engine: serving.call(Engine.report)))
     assert report.requests == 0 and serving.is_serving
     assert _ends(serving)
 
@@ -306,9 +307,9 @@ def test_a_look_in_the_progress_of_a_warmup_is_at_once():
         return Counting.warmup(engine.executor)
 
     engine.executor.warmup = warmup
-    serving = AsyncEngine(engine, progress=lambda event: seen.append(serving.look(_is_warm)))
+    serving = AsyncEngine(engine, progress=lambda event: seen.append(serving.call(_is_warm)))
     is_made.set()
-    assert serving.look(_is_warm) is True and seen == [False]
+    assert serving.call(_is_warm) is True and seen == [False]
     assert _ends(serving)
 
 
@@ -336,7 +337,7 @@ def test_waiting_in_the_engines_own_thread_is_refused(way, paced):
     }
     executor.steps.release(1000)
     with pytest.raises(RuntimeError, match="would wait for itself: read requests in another"):
-        serving.look(lambda _: ways[way]())
+        serving.call(lambda _: ways[way]())
     assert _ends(serving)
 
 
@@ -344,26 +345,26 @@ def test_what_has_ended_can_be_read_in_the_engines_own_thread():
     serving = AsyncEngine(warm_engine())
     handle = serving.submit([7], LONG)
     handle.result(SECONDS)
-    assert len(serving.look(lambda _: list(handle))) == 30
-    assert serving.look(lambda _: handle.result()) is handle.result()
+    assert len(serving.call(lambda _: list(handle))) == 30
+    assert serving.call(lambda _: handle.result()) is handle.result()
     assert _ends(serving)
 
 
 def test_a_look_within_a_step_is_refused_and_ends_the_engine():
     executor = Counting()
     serving = AsyncEngine(warm_engine(executor))
-    run, executor.run = executor.run, lambda step: serving.look(Engine.report)
+    launch, executor.launch = executor.launch, lambda step: serving.call(Engine.report)
     handle = serving.submit([7], LONG)
-    with pytest.raises(EngineStopped, match="expected a look between two steps"):
+    with pytest.raises(EngineStopped, match="expected a call between two steps"):
         handle.result(SECONDS)
-    executor.run = run
+    executor.launch = launch
     assert _ends(serving)
 
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_stop_in_the_engines_own_thread_returns_and_ends_it(drain):
     serving = AsyncEngine(warm_engine())
-    assert serving.look(lambda _: serving.stop(drain=drain)) is False
+    assert serving.call(lambda _: serving.stop(drain=drain)) is False
     with pytest.raises(EngineStopped):
-        serving.look(Engine.report)
+        serving.call(Engine.report)
     assert _ends(serving)

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from tests.compiled_attn.tiny import plain_generate, tiny_model
+from compiled_attn.engine import Engine
+from tests.compiled_attn.engine.small import greedy, plain, prompts_of, small_engine
+from tests.compiled_attn.tiny import tiny_model
 
 NEW = 8
+
+PROMPTS = prompts_of(6, seed=5, longest=40, vocab=120)
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def _engine(family: str, **changes) -> Engine:
-    settings = {
-        "max_tokens_per_step": 24,
-        "max_seqs": 4,
-        "block_size": 4,
-        "num_blocks": 256,
-        "backend": "inductor",
-        "max_graphs": 4,
-        "weights": "packed",
-        **changes,
-    }
-    engine = Engine(tiny_model(family), EngineConfig(**settings))
-    engine.warmup()
-    return engine
-
-
-def _prompts() -> list[list[int]]:
-    rng = np.random.default_rng(5)
-    prefix = rng.integers(1, 120, 16).tolist()
-    return [
-        (prefix if index % 2 else []) + rng.integers(1, 120, int(rng.integers(1, 40))).tolist()
-        for index in range(6)
-    ]
+    settings = {"num_blocks": 256, "backend": "inductor", "weights": "packed", **changes}
+    return small_engine(tiny_model(family), **settings)
 
 
 def _texts(engine: Engine) -> list[list[int]]:
-    sampling = SamplingParams(max_new_tokens=NEW)
-    return [each.tokens for each in engine.generate(_prompts(), sampling, in_order=True)]
+    return greedy(engine, PROMPTS, NEW)
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen3"])
@@ -56,8 +37,7 @@ def test_every_step_is_replayed_and_every_token_that_of_generate(served):
     assert report.kernel_notes["replay"] == f"{report.graphs} graphs run without Python"
     assert report.replays == report.steps > 10
     assert (report.compiles_after_warmup, report.fallbacks) == (0, 0)
-    plain = tiny_model(family)
-    assert texts == [plain_generate(plain, prompt, NEW) for prompt in _prompts()]
+    assert texts == plain(tiny_model(family), PROMPTS, NEW)
 
 
 def test_tokens_are_the_same_where_graphs_run_as_inductor_wrote_them(served, monkeypatch):
@@ -70,8 +50,8 @@ def test_tokens_are_the_same_where_graphs_run_as_inductor_wrote_them(served, mon
 
 def test_caches_of_8_bits_are_replayed_too():
     engine = _engine("llama", kv_dtype="int8")
-    plain = _engine("llama", kv_dtype="int8", backend="eager")
-    assert _texts(engine) == _texts(plain)
+    eager = _engine("llama", kv_dtype="int8", backend="eager")
+    assert _texts(engine) == _texts(eager)
     assert engine.report().replays == engine.report().steps
 
 

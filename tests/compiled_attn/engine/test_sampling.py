@@ -122,17 +122,17 @@ def test_a_top_k_above_the_vocabulary_keeps_all():
 
 
 def by_sorting(logits: torch.Tensor, params: SamplingParams, step: int) -> int:
-    """The definition: the whole row sorted, cut, and drawn from with the request's own number."""
+    """The definition: the whole row sorted, cut, and sampled from with the request's own number."""
     scaled = (logits.double() - logits.double().max()) / params.temperature
     ordered, tokens = torch.sort(scaled, descending=True, stable=True)
     if params.top_k:
         ordered = ordered[: params.top_k]
     probabilities = torch.softmax(ordered, -1)
     before = probabilities.cumsum(-1) - probabilities
-    kept = probabilities[before < params.top_p].cumsum(-1)
+    truncation = probabilities[before < params.top_p].cumsum(-1)
     uniform = np.random.Generator(np.random.Philox(key=params.seed, counter=step)).random()
-    place = int(torch.searchsorted(kept, uniform * float(kept[-1]), right=True))
-    return int(tokens[min(place, len(kept) - 1)])
+    place = int(torch.searchsorted(truncation, uniform * float(truncation[-1]), right=True))
+    return int(tokens[min(place, len(truncation) - 1)])
 
 
 ROWS = st.tuples(
@@ -171,19 +171,21 @@ def test_each_token_is_that_of_the_sorted_row_whatever_its_neighbours(
     )
 
 
-@pytest.mark.parametrize("kept", [{"top_k": 40}, {"top_p": 0.8}, {"top_k": 1100, "top_p": 0.9}])
-def test_draws_of_a_wide_vocabulary_follow_the_truncated_softmax(kept):
+@pytest.mark.parametrize(
+    "truncation", [{"top_k": 40}, {"top_p": 0.8}, {"top_k": 1100, "top_p": 0.9}]
+)
+def test_draws_of_a_wide_vocabulary_follow_the_truncated_softmax(truncation):
     logits = 2 * torch.randn(3000, generator=torch.Generator().manual_seed(5))
     ordered, tokens = logits.double().sort(descending=True)
-    probabilities = torch.softmax(ordered[: kept.get("top_k", 3000)], -1)
+    probabilities = torch.softmax(ordered[: truncation.get("top_k", 3000)], -1)
     before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities[before < kept.get("top_p", 1.0)]
+    probabilities = probabilities[before < truncation.get("top_p", 1.0)]
     count = 4000
-    params = [SamplingParams(temperature=1.0, seed=n, **kept) for n in range(count)]
-    drawn = np.bincount(sample(logits.expand(count, -1), params, [0] * count), minlength=3000)
-    assert drawn.sum() == drawn[tokens[: len(probabilities)].numpy()].sum()
+    params = [SamplingParams(temperature=1.0, seed=n, **truncation) for n in range(count)]
+    sampled = np.bincount(sample(logits.expand(count, -1), params, [0] * count), minlength=3000)
+    assert sampled.sum() == sampled[tokens[: len(probabilities)].numpy()].sum()
     expected = count * (probabilities / probabilities.sum()).numpy()
-    cumulated = np.abs(drawn[tokens[: len(expected)].numpy()].cumsum() - expected.cumsum())
+    cumulated = np.abs(sampled[tokens[: len(expected)].numpy()].cumsum() - expected.cumsum())
     assert cumulated.max() / count < 1.95 / np.sqrt(count)  # Kolmogorov-Smirnov, 0.1 %
 
 
@@ -193,8 +195,9 @@ def test_a_row_that_is_nan_ends_alone_among_rows_of_a_wide_vocabulary():
     logits[2, 7] = torch.inf
     params = [SamplingParams(temperature=1.0, top_k=5, seed=3)] * 3 + [None]
     rows = sample_rows(logits, params, [0] * 4)
-    assert rows[1] is rows[2] is NOT_FINITE
-    assert rows[0] == by_sorting(logits[0], params[0], 0) and rows[3] == int(logits[3].argmax())
+    assert rows[1].error is rows[2].error is NOT_FINITE
+    tokens = by_sorting(logits[0], params[0], 0), int(logits[3].argmax())
+    assert (rows[0].token, rows[3].token) == tokens
 
 
 def test_max_tokens_is_another_name_of_max_new_tokens():

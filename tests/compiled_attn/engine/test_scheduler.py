@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine import RequestState, SamplingParams, Scheduler, Status
+from compiled_attn.engine.logprobs import RowResult
 
 
 def _sequence(
@@ -22,12 +23,12 @@ def _run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
     """One step with token 1 sampled everywhere: (id, count) of each part."""
     step = scheduler.schedule()
     shape = [(part.sequence.request_id, part.count) for part in step]
-    sampled = [part.sequence for part in step if part.wants_logits]
+    sampled = [part.sequence for part in step if part.needs_logits]
     scheduler.commit(step)
     for sequence in sampled:
-        ends = sequence.event(1, 0.0).result is not None
-        sequence.take(len(sequence.tokens), 1, 0.0)
-        if ends:
+        reason = sequence.finish_reason(1)
+        sequence.apply(RowResult(1), 0, 0.0, has_token=True, reason=reason)
+        if reason:
             scheduler.finish(sequence)
     return shape
 
@@ -56,15 +57,15 @@ def test_no_more_than_max_seqs_run():
     assert len(scheduler.waiting) == 1
 
 
-def test_decodes_alone_look_ahead_with_one_block_each_to_spare():
+def test_decodes_alone_schedule_ahead_with_one_block_each_to_spare():
     scheduler = Scheduler(BlockPool(6, 4), max_tokens=64, max_seqs=2)
     scheduler.add(_sequence(0, 4))
     scheduler.add(_sequence(1, 4, start=100))
-    assert not scheduler.can_look_ahead  # two prompts wait
+    assert not scheduler.can_schedule_ahead  # two prompts wait
     assert _run_step(scheduler) == [(0, 4), (1, 4)]
-    assert scheduler.pool.available == 3 and scheduler.can_look_ahead
+    assert scheduler.pool.available == 3 and scheduler.can_schedule_ahead
     scheduler.add(_sequence(2, 4, start=200))
-    assert not scheduler.can_look_ahead
+    assert not scheduler.can_schedule_ahead
 
 
 def test_a_common_prefix_is_computed_once():
@@ -116,11 +117,7 @@ def test_the_newest_sequence_is_preempted_and_goes_to_the_head_of_the_queue():
 
 def test_a_preempted_sequence_that_was_in_the_step_already_leaves_it():
     scheduler, old, new = _two_running()
-    old.tokens += [
-        7,
-        8,
-        9,
-    ]  # four to compute, so the newer one's decode comes first
+    old.tokens += [7, 8, 9]  # four to compute, so the newer one's decode comes first
     _hold_all_but(scheduler, 2)
     step = scheduler.schedule()
     assert [(part.sequence, part.count) for part in step] == [(old, 4)]

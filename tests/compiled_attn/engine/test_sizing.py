@@ -10,7 +10,7 @@ from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine import ConfigError, Engine, EngineConfig
 from compiled_attn.engine.sizing import Sizing, step_limits
 from compiled_attn.hf import cache_for
-from compiled_attn.step import Parts, Tables
+from compiled_attn.step import PartsLayout, TableLayout
 from graphs import explicit
 from graphs.capture.memory import machine_bytes
 from tests.compiled_attn.tiny import tiny_model
@@ -24,10 +24,10 @@ def model():
 
 
 @pytest.mark.parametrize("tokens", [10**12, 10**20, 2**63 - 1])
-@pytest.mark.parametrize("form", [Parts, Tables])
-def test_a_step_has_no_more_tokens_than_the_pool_has_slots(model, tokens, form):
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
+def test_a_step_has_no_more_tokens_than_the_pool_has_slots(model, tokens, layout):
     config = EngineConfig(**SMALL, max_tokens_per_step=tokens)
-    buckets = Sizing.of(model, config, form).buckets
+    buckets = Sizing.of(model, config, layout).buckets
     assert max(bucket.tokens for bucket in buckets) == 16 * 4
 
 
@@ -80,13 +80,13 @@ def test_portable_steps_beyond_the_memory_of_the_machine_are_refused(model, monk
         ConfigError, match=r"at most 1,000,000 .* got [3-9],\d{3},\d{3} bytes at least"
     ):
         Sizing.of(model, config)
-    assert Sizing.of(model, config, Tables).num_blocks == 200
-    small = explicit(Parts.axes, [(16, 8, 16, 4)])  # steps are cut to it
+    assert Sizing.of(model, config, TableLayout).num_blocks == 200
+    small = explicit(PartsLayout.axes, [(16, 8, 16, 4)])  # steps are cut to it
     assert Sizing.of(model, replace(config, buckets=small)).buckets.largest.tokens == 16
 
 
 def test_buckets_beyond_the_memory_of_the_machine_are_refused(model):
     config = EngineConfig(**SMALL, max_tokens_per_step=16)
-    for form, sizes in ((Parts, (16, 10**12, 16, 4)), (Tables, (16, 10**12))):
+    for layout, sizes in ((PartsLayout, (16, 10**12, 16, 4)), (TableLayout, (16, 10**12))):
         with pytest.raises(ConfigError, match=r"not enough memory: .* or take smaller buckets"):
-            Sizing.of(model, replace(config, buckets=explicit(form.axes, [sizes])), form)
+            Sizing.of(model, replace(config, buckets=explicit(layout.axes, [sizes])), layout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
-from tests.stand_in import counts, open_device
+from tests.fake_device import counts, open_device
 
 
 def fields(seed: int, tokens: int = 5) -> list[torch.Tensor | None]:
@@ -29,7 +29,7 @@ def test_every_field_arrives_in_one_copy_with_its_bits(staging):
     assert there[1] is None
     for field, moved in zip(given, there, strict=True):
         if field is not None:
-            assert moved.device.type == "stand_in" and moved.dtype == field.dtype
+            assert moved.device.type == "fake_device" and moved.dtype == field.dtype
             assert torch.equal(moved.cpu(), field)
 
 
@@ -49,10 +49,10 @@ def test_addresses_are_those_that_compiled_code_may_count_on(staging):
 
 
 def test_a_step_that_is_too_large_is_refused_before_anything_is_written(staging):
-    kept = staging.stage(fields(1))
+    staged = staging.stage(fields(1))
     with pytest.raises(ValueError, match=r"at most 192 bytes, got 320: make the staging"):
         staging.stage(fields(2, tokens=9))
-    assert torch.equal(kept[0].cpu(), fields(1)[0])
+    assert torch.equal(staged[0].cpu(), fields(1)[0])
 
 
 def test_a_buffer_is_written_again_only_when_it_was_copied(staging):
@@ -88,8 +88,8 @@ def test_an_exception_between_a_copy_and_its_event_tears_nothing(staging):
 def test_tokens_of_two_steps_can_be_on_their_way():
     way = Return(open_device(), 4)
     before = counts()
-    first = way.send(torch.tensor([1, 2, 3]).to("stand_in"))
-    second = way.send(torch.tensor([4, 5]).to("stand_in"))
+    first = way.send(torch.tensor([1, 2, 3]).to("fake_device"))
+    second = way.send(torch.tensor([4, 5]).to("fake_device"))
     assert counts().since(before)[1:3] == (2, 0)
     assert ([*first], [*second]) == ([1, 2, 3], [4, 5])
     assert counts().since(before).waits == 0

@@ -1,4 +1,4 @@
-"""One step of look-ahead changes when steps begin, and nothing of what comes of them."""
+"""Async scheduling changes when steps are launched, and no token."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.engine import Engine, SamplingParams
-from tests.compiled_attn.engine.counting import CONFIG, Counting, CountingAhead
-
-
-def warm_engine(executor: Counting) -> Engine:
-    engine = Engine(executor, CONFIG)
-    engine.warmup()
-    return engine
+from compiled_attn.engine import SamplingParams
+from tests.compiled_attn.engine.counting import CountingAhead
+from tests.compiled_attn.engine.paced import warm_engine
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
@@ -31,7 +26,7 @@ requests = st.tuples(prompts, st.integers(1, 20), st.integers(0, 12), st.none() 
 def test_requests_that_come_and_go_at_any_time_get_the_tokens_of_one_by_one(asked):
     """Each is a prompt, its new tokens, the step at which it comes, and how many it stays for."""
     executor = CountingAhead()
-    engine, told, names = warm_engine(executor), {}, {}
+    engine, received, names = warm_engine(executor), {}, {}
     for step in range(600):
         for name, (prompt, count, start, stays) in enumerate(asked):
             if step == start:
@@ -40,14 +35,14 @@ def test_requests_that_come_and_go_at_any_time_get_the_tokens_of_one_by_one(aske
             if is_dropped and names[name] in engine.open_requests:
                 engine.abort(names[name])
         for event in engine.step():
-            told.setdefault(event.request_id, []).append(event.token)
+            received.setdefault(event.request_id, []).append(event.token)
             if event.result is not None:
-                assert event.result.tokens == told[event.request_id]
+                assert event.result.tokens == received[event.request_id]
         if step > 24 and not engine.has_work:
             break
     assert not engine.has_work and engine.pool.stats().used == 0
     for name, (prompt, count, _, stays) in enumerate(asked):
-        wanted, got = continuation(prompt, count), told.get(names[name], [])
+        wanted, got = continuation(prompt, count), received.get(names[name], [])
         assert got == (wanted if stays is None else wanted[: len(got)])
     assert executor.most_unread <= 2
 
@@ -58,19 +53,21 @@ def test_a_step_begins_before_the_tokens_of_the_one_before_are_read():
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=5))
     for token in range(4, 9):
         assert [event.token for event in engine.step()] == [token]
-        assert executor.unread == (token < 8)  # behind the last one there is nothing
+        assert executor.unread == (token < 8)  # nothing follows the last one
     assert not engine.has_work and engine.report().steps_ahead == 4
 
 
-def test_what_is_computed_of_a_text_that_has_ended_is_not_told():
+def test_what_is_computed_for_a_finished_request_is_ignored():
     executor = CountingAhead()
     engine = warm_engine(executor)
     first = engine.submit([97], SamplingParams(max_new_tokens=10))
     second = engine.submit([50], SamplingParams(max_new_tokens=10))
-    told = [[(event.request_id, event.token) for event in engine.step()] for _ in range(10)]
-    assert [token for each in told for name, token in each if name == first] == [98, 99]
-    assert [token for each in told for name, token in each if name == second] == [*range(51, 61)]
-    assert executor.told and engine.pool.stats().used == 0
+    received = [[(event.request_id, event.token) for event in engine.step()] for _ in range(10)]
+    assert [token for each in received for name, token in each if name == first] == [98, 99]
+    assert [token for each in received for name, token in each if name == second] == [
+        *range(51, 61)
+    ]
+    assert executor.tokens_of and engine.pool.stats().used == 0
     engine.submit([60], SamplingParams(max_new_tokens=3))
     assert [[event.token for event in engine.step()] for _ in range(3)] == [[61], [62], [63]]
 
@@ -81,8 +78,8 @@ def test_a_text_that_ends_alone_leaves_a_step_that_tells_nothing():
     assert [event.token for event in engine.step()] == [99]
     assert not engine.has_work and engine.step() == []
     engine.submit([1], SamplingParams(max_new_tokens=2))
-    told = [event.token for _ in range(3) for event in engine.step()]
-    assert told == [2, 3] and engine.pool.stats().used == 0
+    received = [event.token for _ in range(3) for event in engine.step()]
+    assert received == [2, 3] and engine.pool.stats().used == 0
 
 
 def test_blocks_that_are_scarce_are_given_up_only_when_all_tokens_are_there():
@@ -95,7 +92,7 @@ def test_blocks_that_are_scarce_are_given_up_only_when_all_tokens_are_there():
     assert report.preemptions and 0 < report.steps_ahead < report.steps
 
 
-@pytest.mark.parametrize("where", ["fit", "run", "_read"])
+@pytest.mark.parametrize("where", ["plan", "launch", "_read"])
 @pytest.mark.parametrize("at", range(6))
 def test_what_was_begun_when_an_exception_came_is_computed_again(monkeypatch, where, at):
     executor = CountingAhead()
@@ -110,13 +107,13 @@ def test_what_was_begun_when_an_exception_came_is_computed_again(monkeypatch, wh
     monkeypatch.setattr(executor, where, failing)
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=8))
     engine.submit([60], SamplingParams(max_new_tokens=8))
-    told: dict[int, list[int]] = {0: [], 1: []}
+    received: dict[int, list[int]] = {0: [], 1: []}
     with pytest.raises(KeyboardInterrupt):
         while True:
             for event in engine.step():
-                told[event.request_id].append(event.token)
+                received[event.request_id].append(event.token)
     while engine.has_work:
         for event in engine.step():
-            told[event.request_id].append(event.token)
-    assert told == {0: [*range(4, 12)], 1: [*range(61, 69)]} and engine.restarts == 1
+            received[event.request_id].append(event.token)
+    assert received == {0: [*range(4, 12)], 1: [*range(61, 69)]} and engine.restarts == 1
     assert engine.pool.stats().used == 0

@@ -58,7 +58,7 @@ def test_a_dropped_stream_of_several_requests_frees_their_blocks(kind, way, unra
 def test_a_stream_dropped_while_another_is_aborted_is_aborted_once(unraisable, monkeypatch):
     engine = warm_engine()
     streams = [begun(engine, "stream")]
-    kept = engine.submit([20], LONG)
+    other = engine.submit([20], LONG)
     finish = engine.scheduler.finish
 
     def finishing(sequence, **options):
@@ -67,6 +67,6 @@ def test_a_stream_dropped_while_another_is_aborted_is_aborted_once(unraisable, m
         gc.collect()
 
     monkeypatch.setattr(engine.scheduler, "finish", finishing)
-    engine.abort(kept)
+    engine.abort(other)
     engine.step()
     assert not unraisable and not engine.open_requests and not used(engine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_attn.engine.request_state import Mailbox
 from compiled_attn.engine.tally import BINS, Series, StepRecord, Tally, bin_of, quantile
 from graphs import Bucket
 
@@ -38,9 +37,9 @@ def test_durations_out_of_range_fall_into_the_outermost_bins():
 
 def test_sums_are_those_of_all_steps_and_of_each_bucket():
     tally = _tally()
-    tally.add(0, _step(SMALL, 0.002, 3, generated_tokens=2, ttft_s=(0.5, 0.25)))
-    tally.add(1, _step(LARGE, 0.03, 12, requests=2, failed_requests=1, nonfinite_rows=1))
-    tally.add(2, _step(SMALL, 0.004, 4, generated_tokens=2, wanted={"tokens": 9, "requests": 2}))
+    tally.add(_step(SMALL, 0.002, 3, generated_tokens=2, ttft_s=(0.5, 0.25)))
+    tally.add(_step(LARGE, 0.03, 12, requests=2, failed_requests=1, nonfinite_rows=1))
+    tally.add(_step(SMALL, 0.004, 4, generated_tokens=2, wanted={"tokens": 9, "requests": 2}))
     names = ("steps", "requests", "failed_requests", "generated_tokens", "cut_steps")
     assert [tally.count(name) for name in names] == [3, 2, 1, 4, 1]
     assert tally["seconds"] == pytest.approx(0.036) and tally.count("nonfinite_rows") == 1
@@ -52,14 +51,6 @@ def test_sums_are_those_of_all_steps_and_of_each_bucket():
     assert (tally.ttft_ms.max, tally.ttft_ms.p50) == (500.0, pytest.approx(250, rel=0.01))
 
 
-def test_a_step_that_is_added_again_counts_once():
-    tally = _tally()
-    for _ in range(3):
-        tally.add(0, _step(SMALL, 0.002, 3, generated_tokens=2))
-    assert tally.count("steps") == 1 and tally.count("generated_tokens") == 2
-    assert tally.blocks.columns()[0] == (0.002,)
-
-
 def test_a_bucket_without_steps_has_no_waste():
     assert _tally().of_bucket(LARGE)[:2] == (0, None)
 
@@ -67,42 +58,8 @@ def test_a_bucket_without_steps_has_no_waste():
 def test_a_long_series_keeps_points_of_its_whole_length():
     series = Series()
     for number in range(100_000):
-        series.put(number, float(number), 2 * number)
+        series.put(float(number), 2 * number)
     x, y = series.columns()
     assert 512 <= len(x) <= 1024 and x[0] == 0 and x[-1] > 99_000
     assert np.unique(np.diff(x)).size == 1 and y == tuple(2 * n for n in x)
     assert Series().columns() == []
-
-
-def test_a_mailbox_keeps_what_did_not_arrive_and_forgets_what_did():
-    box: Mailbox[str] = Mailbox()
-    box.put({1: "a", 2: "b"})
-    box.put({2: "b"})
-    assert len(box) == 2 and box.hand_out() == ["a", "b"] and len(box) == 0
-    box.came_back()
-    box.put({3: "c"})
-    assert box.hand_out() == ["a", "b", "c"]
-    box.put({4: "d"})
-    box.arrived()
-    box.arrived()
-    assert box.hand_out() == ["d"]
-
-
-def test_an_interrupt_while_events_arrive_loses_none_that_was_not_handed_out():
-    class Interrupted(dict):
-        """Raises behind a change, as a signal may."""
-
-        def pop(self, *args):
-            super().pop(*args)
-            raise KeyboardInterrupt
-
-    box: Mailbox[str] = Mailbox()
-    box.put({1: "a", 2: "b", 3: "c"})
-    assert box.hand_out_first() == "a"
-    box._events = Interrupted(box._events)
-    with pytest.raises(KeyboardInterrupt):
-        box.arrived()
-    box._events = dict(box._events)
-    assert len(box) == 2
-    box.arrived()
-    assert box.hand_out() == ["b", "c"]

@@ -9,25 +9,22 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine import Engine, SamplingParams
 from graphs import GraphBudgetExceeded
 from graphs.capture.wrappers import with_own_code
-from tests.compiled_attn.tiny import plain_generate, tiny_model
+from tests.compiled_attn.engine.small import greedy, plain, small_engine
+from tests.compiled_attn.tiny import tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 8]]
 SAMPLING = SamplingParams(max_new_tokens=5)
 
 
-def _engine(model, backend="aot_eager", **config) -> Engine:
-    sizes = {"max_tokens_per_step": 16, "max_seqs": 4, "block_size": 4, "num_blocks": 64}
-    return Engine(model, EngineConfig(**sizes, max_graphs=1, backend=backend, **config))
+def _engine(backend: str = "eager", **config) -> Engine:
+    return small_engine(backend=backend, max_tokens_per_step=16, max_graphs=1, **config)
 
 
 def _assert_serves(engine: Engine) -> None:
-    results = {result.index: result for result in engine.generate(PROMPTS, SAMPLING)}
-    plain = tiny_model()
-    for index, prompt in enumerate(PROMPTS):
-        assert results[index].tokens == plain_generate(plain, prompt, 5)
+    assert greedy(engine, PROMPTS, 5) == plain(tiny_model(), PROMPTS, 5)
 
 
 @contextmanager
@@ -69,12 +66,9 @@ def _compile_something() -> None:
 
 
 def test_an_engine_warms_up_and_serves_while_another_one_is_in_the_middle_of_a_step():
-    model = tiny_model()
-    serving = _engine(model, "eager")
-    serving.warmup()
+    serving = _engine()
     with _in_the_middle_of_a_step(serving):
-        other = _engine(tiny_model())
-        other.warmup()
+        other = _engine("aot_eager")
         _assert_serves(other)
         _compile_something()
     for engine in (serving, other):
@@ -83,14 +77,10 @@ def test_an_engine_warms_up_and_serves_while_another_one_is_in_the_middle_of_a_s
 
 
 def test_a_step_in_another_thread_does_not_excuse_a_late_compile_in_this_one():
-    model = tiny_model()
-    serving = _engine(model, "eager")
-    serving.warmup()
+    serving = _engine()
     late = torch.compile(lambda x: x * 3, backend="eager")
     serving.executor.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
-    warming = tiny_model()
-    other = _engine(warming, "eager")
-    other.warmup()
+    other = _engine()
     with (
         _in_the_middle_of_a_step(other),
         pytest.raises(GraphBudgetExceeded, match="compile of <lambda>"),
@@ -99,12 +89,10 @@ def test_a_step_in_another_thread_does_not_excuse_a_late_compile_in_this_one():
 
 
 def test_two_engines_and_the_user_take_turns_in_one_thread():
-    first = _engine(tiny_model(), "eager")
-    first.warmup()
+    first = _engine()
     tokens = first.stream(PROMPTS, SAMPLING)
     next(tokens)
-    second = _engine(tiny_model())
-    second.warmup()
+    second = _engine("aot_eager")
     others = second.stream(PROMPTS, SAMPLING)
     served: list[list[int]] = [[], []]
     for event, other in zip(tokens, others, strict=False):
@@ -116,8 +104,6 @@ def test_two_engines_and_the_user_take_turns_in_one_thread():
 
 
 def test_an_engine_that_watches_the_process_refuses_what_other_threads_compile_in_its_steps():
-    model = tiny_model()
-    serving = _engine(model, "eager", watch_process=True)
-    serving.warmup()
+    serving = _engine(watch_process=True)
     with _in_the_middle_of_a_step(serving), pytest.raises(GraphBudgetExceeded):
         _compile_something()

@@ -1,4 +1,4 @@
-"""Grammars that are lists of words, each a run of token ids: what may follow is plain to see."""
+"""Grammars that are lists of words, each a run of token ids: what may follow is obvious."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def next_of(words: list[Word], start: Word) -> set[int]:
 
 
 class WordMatcher:
-    """Where a text stands among words; it fails where a test tells it to."""
+    """The state of a text among words; fails on request of a test."""
 
     def __init__(self, words: list[Word], fails: set[str]) -> None:
         self.words, self.start, self._fails = words, (), fails

@@ -1,4 +1,4 @@
-"""Multi-head latent attention keeps latents, and computes what the expanded form computes."""
+"""Multi-head latent attention keeps latents, and computes what the expanded layout computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from compiled_attn.cache.kv_cache import KVShape
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.attention import absorb, latent_shape
-from compiled_attn.step import Parts, Tables
+from compiled_attn.step import PartsLayout, TableLayout
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.hf.survey import plain_generate, serve
 
@@ -25,13 +25,13 @@ def test_the_cache_of_latent_attention_is_one_head_of_latents(family):
 
 
 @pytest.mark.parametrize("family", MLA)
-@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_both_forms_pass_the_equality_with_the_unmodified_model(family, form, is_latent, request):
-    if form is Tables:
+def test_both_forms_pass_the_equality_with_the_unmodified_model(family, layout, is_latent, request):
+    if layout is TableLayout:
         request.getfixturevalue("ops")
     model = small_model(family)
-    PagedCausalLM(model, cache_for(model, 8, 4, latent=is_latent), form(8, 4, 2))
+    PagedCausalLM(model, cache_for(model, 8, 4, latent=is_latent), layout(8, 4, 2))
 
 
 def test_absorbed_scores_and_values_are_those_of_the_expanded_keys():

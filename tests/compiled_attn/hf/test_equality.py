@@ -8,13 +8,13 @@ import torch
 from compiled_attn.hf import ModelRefused, PagedCausalLM, cache_for
 from compiled_attn.hf.equality import small_cache, step_logits
 from compiled_attn.hf.rounding import last_logits
-from compiled_attn.step import Parts, Request, Tables
+from compiled_attn.step import PartsLayout, Request, TableLayout
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
 
-def _paged(model, form=Parts, kv_dtype=None):
-    return PagedCausalLM(model, cache_for(model, 8, 4, dtype=kv_dtype), form(8, 4, 2))
+def _paged(model, layout=PartsLayout, kv_dtype=None):
+    return PagedCausalLM(model, cache_for(model, 8, 4, dtype=kv_dtype), layout(8, 4, 2))
 
 
 def previous_token(model):
@@ -49,15 +49,15 @@ def own_positions(model):
         (own_positions, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
-def test_a_mistake_in_the_code_of_a_model_is_found(mistake, form, dtype, kv_dtype, request):
-    if form is Tables:
+def test_a_mistake_in_the_code_of_a_model_is_found(mistake, layout, dtype, kv_dtype, request):
+    if layout is TableLayout:
         request.getfixturevalue("ops")
     model = tiny_model().to(dtype)
     mistake(model)
     with pytest.raises(ModelRefused, match="same logits through the paged cache"):
-        _paged(model, form, kv_dtype)
+        _paged(model, layout, kv_dtype)
     assert model.config._attn_implementation == "eager"
     assert "forward" not in model.model.layers[0].__dict__
 
@@ -113,27 +113,27 @@ def outlier(model, size):
         attention.o_proj.weight[:, ::16] = 0
 
 
-@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
 @pytest.mark.parametrize(("kv_dtype", "size"), [(torch.int8, 3e3), (torch.float8_e4m3fn, 3e6)])
 def test_a_model_that_does_not_tolerate_8_bits_is_refused_with_them_and_served_without(
-    kv_dtype, size, form, request
+    kv_dtype, size, layout, request
 ):
-    if form is Tables:
+    if layout is TableLayout:
         request.getfixturevalue("ops")
     model = small_model("qwen2")
     outlier(model, size)
     with pytest.raises(ModelRefused, match=r"tolerates keys and values in .*kv_dtype 'auto'"):
-        _paged(model, form, kv_dtype)
+        _paged(model, layout, kv_dtype)
     assert model.config._attn_implementation == "eager"
-    _paged(model, form)
+    _paged(model, layout)
 
 
-@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
 @pytest.mark.parametrize("length", [1, 4, 11])
-def test_over_a_cache_of_its_own_dtype_a_text_has_the_logits_of_the_model(form, length, ops):
+def test_over_a_cache_of_its_own_dtype_a_text_has_the_logits_of_the_model(layout, length, ops):
     model, text = tiny_model(), [*range(1, 1 + length)]
     expected = last_logits(model, text)
-    paged = PagedCausalLM(model, cache_for(model, 8, 4), form(8, 4, 2))
+    paged = PagedCausalLM(model, cache_for(model, 8, 4), layout(8, 4, 2))
     before = [buffer.clone() for buffer in paged.cache.buffers()]
     cache = small_cache(paged.cache, 4, 4, torch.float32)
     logits = step_logits(paged, cache, [Request(text, 0, [1, 2, 3][: -(-length // 4)])])[0]

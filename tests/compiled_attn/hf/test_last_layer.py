@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from compiled_attn import BatchBuilder, Request
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.step import Parts, Tables
+from compiled_attn.step import PartsLayout, TableLayout
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
@@ -24,14 +24,14 @@ TABLES = ([3, 9, 4, 8, 21, 20], [7, 6, 5, 1, 2, 10], [11, 12, 13, 14, 15, 16])
 LENGTH = WIDTH * SIZE
 
 
-def paged(model, form=None, dtype=None) -> PagedCausalLM:
+def paged(model, layout=None, dtype=None) -> PagedCausalLM:
     cache = cache_for(model, BLOCKS, SIZE, dtype=dtype)
-    return PagedCausalLM(model, cache, form or Tables(BLOCKS, SIZE, WIDTH))
+    return PagedCausalLM(model, cache, layout or TableLayout(BLOCKS, SIZE, WIDTH))
 
 
 def run(module: PagedCausalLM, requests: list[Request], extra: int = 0) -> torch.Tensor:
     """Logits of a step, padded by some tokens and requests, with the last layer cut as compiled."""
-    plan = module.form.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests))
+    plan = module.layout.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests))
     bucket = {axis: size + extra for axis, size in plan.need.items()}
     module._in_trial = True
     with torch.no_grad():
@@ -49,7 +49,7 @@ def linears(module: PagedCausalLM, requests: list[Request]) -> Counter[int]:
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    step = module.form.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests)).fill()
+    step = module.layout.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests)).fill()
     with torch.no_grad():
         torch.compile(module, backend=aot_autograd(fw_compiler=count), dynamic=False)(*step)
     return rows
@@ -124,7 +124,7 @@ def test_rows_read_what_their_tokens_see(made):
 
 
 def test_a_step_of_padding_alone_sees_nothing():
-    assert Tables(8, 4, 2).padding({"tokens": 6, "requests": 3}).wanted(4).seq_lens.eq(0).all()
+    assert TableLayout(8, 4, 2).padding({"tokens": 6, "requests": 3}).wanted(4).seq_lens.eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.int8])
@@ -156,7 +156,7 @@ def test_a_graph_of_symbolic_sizes_writes_all_keys_and_computes_few_rows(ops):
     spans = [[(0, 10), (0, 5)], [(10, 17), (5, 6)], [(17, 18), (6, 7)]]
     for span in spans:
         requests = [Request([*range(5 + a, 5 + b)], a, TABLES[i]) for i, (a, b) in enumerate(span)]
-        plan = module.form.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests))
+        plan = module.layout.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests))
         batch = plan.fill({"tokens": plan.need["tokens"] + 2, "requests": 3})
         with torch.no_grad():
             torch.testing.assert_close(step(*batch)[:2], eager(*batch)[:2], atol=2e-5, rtol=2e-5)
@@ -189,15 +189,15 @@ def test_latents_windows_sinks_and_carried_steps_are_cut_too(ops, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "form"),
+    ("family", "layout"),
     [
-        ("llama", Parts(BLOCKS, SIZE)),  # which row is whose is not known
-        ("gemma4_text", Tables(BLOCKS, SIZE, WIDTH)),  # layers share keys
-        ("gpt2", Tables(BLOCKS, SIZE, WIDTH)),  # reshapes its states like its input
+        ("llama", PartsLayout(BLOCKS, SIZE)),  # which row is whose is not known
+        ("gemma4_text", TableLayout(BLOCKS, SIZE, WIDTH)),  # layers share keys
+        ("gpt2", TableLayout(BLOCKS, SIZE, WIDTH)),  # reshapes its states like its input
     ],
 )
-def test_other_models_compute_all_rows(ops, family, form):
-    assert not paged(small_model(family), form)._cuts_last_layer
+def test_other_models_compute_all_rows(ops, family, layout):
+    assert not paged(small_model(family), layout)._cuts_last_layer
 
 
 class WithEmbeddings(nn.Module):

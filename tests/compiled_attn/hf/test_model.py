@@ -7,7 +7,7 @@ import torch
 
 from compiled_attn import BatchBuilder, Request
 from compiled_attn.hf import ATTENTION_NAME, ModelRefused, PagedCausalLM, cache_for
-from compiled_attn.step import Parts, Tables
+from compiled_attn.step import PartsLayout, TableLayout
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import FAMILIES, tiny_model
 from tests.slow import slow_but
@@ -86,23 +86,23 @@ def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family
 
 
 @pytest.mark.parametrize(
-    ("family", "form"),
+    ("family", "layout"),
     [
-        ("deepseek_v3", Parts(16, 4)),
-        ("gemma4_text", Tables(16, 4, 2)),
-        ("nemotron", Parts(16, 4)),
-        pytest.param("deepseek_v3", Tables(16, 4, 2), marks=SLOW),
-        pytest.param("gemma4_text", Parts(16, 4), marks=SLOW),
-        pytest.param("nemotron", Tables(16, 4, 2), marks=SLOW),
+        ("deepseek_v3", PartsLayout(16, 4)),
+        ("gemma4_text", TableLayout(16, 4, 2)),
+        ("nemotron", PartsLayout(16, 4)),
+        pytest.param("deepseek_v3", TableLayout(16, 4, 2), marks=SLOW),
+        pytest.param("gemma4_text", PartsLayout(16, 4), marks=SLOW),
+        pytest.param("nemotron", TableLayout(16, 4, 2), marks=SLOW),
     ],
 )
-def test_latents_shared_keys_and_carried_steps_are_one_graph_too(family, form, request):
-    if isinstance(form, Tables):
+def test_latents_shared_keys_and_carried_steps_are_one_graph_too(family, layout, request):
+    if isinstance(layout, TableLayout):
         request.getfixturevalue("ops")
     model = small_model(family)
-    module = PagedCausalLM(model, cache_for(model, 16, 4), form)
+    module = PagedCausalLM(model, cache_for(model, 16, 4), layout)
     requests = [Request([1, 2, 3], 0, [3]), Request([9], 2, [5])]
-    step = form.plan(BatchBuilder(16, 4).rows_of(requests)).fill()
+    step = layout.plan(BatchBuilder(16, 4).rows_of(requests)).fill()
     with torch.no_grad():
         expected = module(*step)
         compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=False)

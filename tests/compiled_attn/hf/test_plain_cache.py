@@ -10,7 +10,7 @@ from compiled_attn.hf.equality import small_cache, step_logits
 from compiled_attn.hf.plain_cache import PlainCaches
 from compiled_attn.hf.rounding import last_logits
 from compiled_attn.step import Request
-from tests.compiled_attn.engine.kept import KINDS, kept_rows
+from tests.compiled_attn.engine.rounded import KINDS, rounded_logits
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
@@ -21,7 +21,7 @@ TEXT = [*range(3, 20)]
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_dense_attention_to_rounded_keys_and_values(kind, family):
     model = tiny_model(family)
-    rows = kept_rows(model, TEXT, kind)[-1].double()
+    rows = rounded_logits(model, TEXT, kind)[-1].double()
     with torch.no_grad():
         rounded = last_logits(model, TEXT, PlainCaches.of(model, KINDS[kind]))
     assert (rounded - rows).std() <= 2e-3 * rows.std()  # an element between two codes

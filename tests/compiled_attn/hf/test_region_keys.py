@@ -11,7 +11,7 @@ from torch import nn
 from compiled_attn.engine import Engine, EngineConfig
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.region_keys import region_keys
-from compiled_attn.step import Tables
+from compiled_attn.step import TableLayout
 from graphs import capture
 from graphs.torch_internals.regions import REGION_REUSE
 from tests.compiled_attn.tiny import FAMILIES, tiny_model
@@ -26,7 +26,7 @@ def paged(family="llama", change=lambda layer: None, number=1) -> PagedCausalLM:
     sizes = {"layer_types": [*types, types[0]]} if types else {}
     model = tiny_model(family, num_hidden_layers=LAYERS, **sizes)
     change(model.model.layers[number])
-    return PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), Tables(BLOCKS, SIZE, WIDTH))
+    return PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
 
 
 def keys(module: PagedCausalLM) -> tuple[int | None, ...]:
@@ -35,7 +35,7 @@ def keys(module: PagedCausalLM) -> tuple[int | None, ...]:
 
 def check_captured(module: PagedCausalLM) -> None:
     """The graph of a step computes what the model does eagerly."""
-    step = module.form.padding({"tokens": 6, "requests": 2})
+    step = module.layout.padding({"tokens": 6, "requests": 2})
     step = step._replace(
         input_ids=torch.arange(6), positions=torch.tensor([0, 1, 2, 0, 1, 2]),
         slot_mapping=torch.arange(SIZE, SIZE + 6), logits_index=torch.tensor([2, 5]),
@@ -110,7 +110,7 @@ def test_layers_that_write_to_python_objects_are_computed_as_they_are():
         layer.mlp.act_fn = Counting()
         layer.mlp.act_fn.shared = shared
     check_captured(
-        PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), Tables(BLOCKS, SIZE, WIDTH))
+        PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
     )
 
 
@@ -139,7 +139,7 @@ def check_all_differ(change):
     """A change makes the layers differ, and they are computed as they are."""
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     change(model.model.layers)
-    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), Tables(BLOCKS, SIZE, WIDTH))
+    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
     assert keys(module) == (0, 1, 2)
     check_captured(module)
 
@@ -194,7 +194,7 @@ def test_layers_that_all_have_hooks_or_adapters_are_captured(change, caplog):
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     for layer in model.model.layers:
         change(layer)
-    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), Tables(BLOCKS, SIZE, WIDTH))
+    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
     with caplog.at_level(logging.WARNING):
         check_captured(module)
     assert len(caplog.messages) <= 1
@@ -210,7 +210,7 @@ def test_a_forward_that_reads_the_number_of_its_layer_shares_nothing():
 
     for number, layer in enumerate(model.model.layers):
         layer.mlp.__class__, layer.mlp.layer_idx = Numbered, number
-    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), Tables(BLOCKS, SIZE, WIDTH))
+    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
     assert module._reads_numbers
     (variant, _) = module.capture_variants()
     assert len({*variant._keys}) == LAYERS

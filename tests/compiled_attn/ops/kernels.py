@@ -19,12 +19,12 @@ from compiled_attn.ops.cpu.build import find_compiler
 from compiled_attn.ops.cpu.kernel_tuning import KernelTuning
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register
-from tests.stand_in import open_device
-from tests.stand_in.moved import Memory
+from tests.fake_device import open_device
+from tests.fake_device.moved import Memory
 
 BEST, *OTHERS = available_isas()
 SLOW = [pytest.param(isa, marks=pytest.mark.slow) for isa in OTHERS]
-TRITON, CUDA, STAND_IN = "triton", "cuda", "stand_in"
+TRITON, CUDA, FAKE_DEVICE = "triton", "cuda", "fake_device"
 ON_DEVICES = [
     pytest.param(TRITON, marks=pytest.mark.slow),
     pytest.param(CUDA, marks=pytest.mark.gpu),
@@ -40,9 +40,9 @@ def loaded(isa: str | None, *, plain_tiles: bool = False) -> NativeOps:
         return interpreted()
     if isa == CUDA:
         return OnDevice("compiled_attn", "triton")
-    if isa == STAND_IN:
+    if isa == FAKE_DEVICE:
         open_device()
-        return OnStandIn("compiled_attn", "native")
+        return OnFakeDevice("compiled_attn", "native")
     try:
         find_compiler()
     except NativeUnavailable as error:
@@ -119,7 +119,7 @@ class OnDevice(NativeOps):
         return out.cpu(), lse.cpu()
 
 
-class OnStandIn(OnDevice):
-    """The kernel of the CPU on the stand-in device, by the same way."""
+class OnFakeDevice(OnDevice):
+    """The kernel of the CPU on the fake device, by the same way."""
 
-    device = STAND_IN
+    device = FAKE_DEVICE

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from compiled_attn.ops import NativeOps
-from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, STAND_IN, loaded, threads
+from tests.compiled_attn.ops.kernels import BEST, FAKE_DEVICE, ON_DEVICES, loaded, threads
 from tests.compiled_attn.ops.native_scene import assert_right, scene
 from tests.slow import slow_but
 
 T, H, HK, D = 9, 4, 2, 64
 
 
-@pytest.fixture(params=[BEST, STAND_IN, *ON_DEVICES], scope="module")
+@pytest.fixture(params=[BEST, FAKE_DEVICE, *ON_DEVICES], scope="module")
 def ops(request) -> NativeOps:
     return loaded(request.param)
 

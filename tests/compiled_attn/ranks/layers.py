@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_attn import unified_attention
 from compiled_attn.ranks import Ranks
-from compiled_attn.step import BatchBuilder, BlockShare, DividedTables, Request
+from compiled_attn.step import BatchBuilder, BlockShare, DividedTableLayout, Request
 
 BLOCK, HEADS, KV_HEADS, DIM, SCALE = 4, 4, 2, 16, 0.3
 # Tokens before a step, and in it: prompts, chunks, decodes, some of which end inside a block.
@@ -40,8 +40,8 @@ def farthest(ranks: Ranks, seed: int) -> float:
         Request([0] * count, before, table)
         for table, (before, count) in zip(tables, step, strict=True)
     ]
-    form = DividedTables(num_blocks, BLOCK, None, share, ranks.group)
-    plan = form.plan(BatchBuilder(num_blocks, BLOCK).rows_of(requests))
+    layout = DividedTableLayout(num_blocks, BLOCK, None, share, ranks.group)
+    plan = layout.plan(BatchBuilder(num_blocks, BLOCK).rows_of(requests))
     batch = plan.fill({"tokens": len(query) + 3, "requests": len(step) + 2})
     padding = torch.full((3, KV_HEADS, DIM), 7.0)
     out, lse = unified_attention(
@@ -50,7 +50,7 @@ def farthest(ranks: Ranks, seed: int) -> float:
         torch.cat([new[1], padding]),
         *cache,
         SCALE,
-        form.metadata(batch, BLOCK),
+        layout.metadata(batch, BLOCK),
         softcap=softcap,
         sinks=sinks,
         return_lse=True,

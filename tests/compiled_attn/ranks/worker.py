@@ -186,15 +186,15 @@ def collect(engine: Engine) -> None:
 def dies(ranks: Ranks, when: str) -> None:
     """Rank 1 is killed: before its warmup, in its third step, or while rank 0 is idle."""
     engine = engine_on(ranks, tiny_model(), CONFIG)
-    compute, steps = engine._compute, iter(range(99))
+    compute, steps = engine._run_step, iter(range(99))
 
-    def last(attempt: object) -> None:
+    def last() -> None:
         if next(steps) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        compute(attempt)
+        compute()
 
     if not ranks.leads:
-        engine._compute = last if when == "step" else compute
+        engine._run_step = last if when == "step" else compute
     if not ranks.leads and when == "warmup":
         os.kill(os.getpid(), signal.SIGKILL)
     engine.warmup()
@@ -240,14 +240,14 @@ def disagrees(ranks: Ranks) -> None:
         if ranks.leads:
             tokens_of(engine)
         else:
-            compute = engine._compute
+            compute = engine._run_step
 
-            def wrong(attempt: object) -> None:
+            def wrong() -> None:
                 for sequence in engine._requests.values():
                     sequence.tokens[0] = 5
-                compute(attempt)
+                compute()
 
-            engine._compute = wrong
+            engine._run_step = wrong
             engine.follow()
     except RanksDisagree as error:
         emit(str(error))

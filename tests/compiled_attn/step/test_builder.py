@@ -89,10 +89,10 @@ def test_building_a_step_never_changes_an_earlier_one():
     builder = BatchBuilder(64, 4)
     bucket = {"tokens": 64, "shared": 64, "unique": 64, "logits": 16}
     first = builder.build(Scene(1).random().requests, bucket)
-    kept = [None if t is None else t.clone() for t in first]
+    copies = [None if t is None else t.clone() for t in first]
     for seed in range(2, 8):
         builder.build(Scene(seed).random().requests, bucket)
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, copies, strict=True))
 
 
 def test_a_padding_step_has_the_shapes_of_its_bucket():

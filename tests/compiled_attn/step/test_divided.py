@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_attn.step import BatchBuilder, BlockShare, DividedTables, Request, RequestTable
+from compiled_attn.step import BatchBuilder, BlockShare, DividedTableLayout, Request, RequestTable
 
 SIZE = 4
 
@@ -17,8 +17,8 @@ def shares(count: int) -> list[BlockShare]:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_block_lies_at_a_place_of_one_rank_alone(count):
     blocks = np.arange(1, shares(count)[0].of_all(6))
-    places = [(s.process_rank, int(at)) for s in shares(count) for at in s.places(blocks) if at]
-    assert sorted(places) == [(rank, at) for rank in range(count) for at in range(1, 6)]
+    local = [(s.process_rank, int(at)) for s in shares(count) for at in s.local(blocks) if at]
+    assert sorted(local) == [(rank, at) for rank in range(count) for at in range(1, 6)]
     assert not any(share.has(np.array([0]))[0] for share in shares(count))
 
 
@@ -38,22 +38,22 @@ def test_ranks_read_every_earlier_token_once_and_in_order(count):
         found = [set() for _ in requests]
         written = set()
         for share in shares(count):
-            plan = DividedTables(of_all, SIZE, 6, share, "g").plan(rows)
+            plan = DividedTableLayout(of_all, SIZE, 6, share, "g").plan(rows)
             assert plan.need == {"tokens": sum(new for _, new in sizes), "requests": 2}
             batch = plan.fill({"tokens": 12, "requests": 4})
             assert batch.seq_lens[2:].tolist() == [0, 0] and batch.block_tables.shape == (4, 6)
             for at, length in enumerate(batch.seq_lens[:2].tolist()):
-                places = batch.block_tables[at, : -(-length // SIZE)].tolist()
-                blocks = [(place - 1) * count + share.process_rank + 1 for place in places]
+                local = batch.block_tables[at, : -(-length // SIZE)].tolist()
+                blocks = [(block - 1) * count + share.process_rank + 1 for block in local]
                 numbers = [tables[at].index(block) for block in blocks]
                 assert numbers == sorted(numbers)
                 seen = [number * SIZE + offset for number in numbers for offset in range(SIZE)]
                 assert not found[at] & {*seen[:length]}
                 found[at] |= {*seen[:length]}
             own = batch.slot_mapping[: len(rows.slots)]
-            kept = [i for i, slot in enumerate(own.tolist()) if slot]
-            assert all(share.has(rows.slots[i : i + 1] // SIZE)[0] for i in kept)
-            written |= {*kept}
+            own_rows = [i for i, slot in enumerate(own.tolist()) if slot]
+            assert all(share.has(rows.slots[i : i + 1] // SIZE)[0] for i in own_rows)
+            written |= {*own_rows}
         assert found == [{*range(context)} for context, _ in sizes]
         assert written == {*range(len(rows.slots))}  # no slot of a request is the null block's
 
@@ -62,15 +62,15 @@ def test_rows_of_a_table_that_is_kept_are_read_like_requests():
     table = RequestTable(3, 4, in_place=True)
     for name, blocks in (("a", [1, 2, 3]), ("b", [5])):
         table.add(name, blocks)
-    form = DividedTables(8, SIZE, 4, BlockShare(1, 2), "g")
+    layout = DividedTableLayout(8, SIZE, 4, BlockShare(1, 2), "g")
     rows = BatchBuilder(8, SIZE).rows(table, [0, 1], [9, 2], [1, 1], [7, 8])
-    batch = form.plan(rows).fill({"tokens": 2, "requests": 3})
+    batch = layout.plan(rows).fill({"tokens": 2, "requests": 3})
     assert batch.block_tables.tolist() == [[1, 0, 0, 0], [0] * 4, [0] * 4]
     assert batch.seq_lens.tolist() == [4, 0, 0]
     assert batch.slot_mapping.tolist() == [0, 0]
 
 
 def test_metadata_says_who_the_ranks_are():
-    form = DividedTables(8, SIZE, 4, BlockShare(1, 2), "g").over(5, 2, 3)
-    metadata = form.metadata(form.padding({"tokens": 2, "requests": 1}), 2)
+    layout = DividedTableLayout(8, SIZE, 4, BlockShare(1, 2), "g").over(5, 2, 3)
+    metadata = layout.metadata(layout.padding({"tokens": 2, "requests": 1}), 2)
     assert metadata.ranks == ("g", 2) and metadata.block_tables.shape == (1, 3)

@@ -1,4 +1,4 @@
-"""The table of running requests: the same step as from request objects, kept between steps."""
+"""The table of running requests makes the same step as request objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.step import BatchBuilder, Request, RequestTable, Tables
+from compiled_attn.step import BatchBuilder, Request, RequestTable, TableLayout
 from tests.oracle import Scene
 
 
@@ -97,7 +97,7 @@ def test_first_rows_are_read_in_place_where_they_may_be_and_equal_those_that_are
             table.add(name, blocks)
         context, new = [[6, 2, 9][row] for row in order], [1] * len(order)
         rows = BatchBuilder(8, 4).rows(table, order, context, new, order)
-        batch = Tables(8, 4, width).plan(rows).fill({"tokens": 4, "requests": 4})
+        batch = TableLayout(8, 4, width).plan(rows).fill({"tokens": 4, "requests": 4})
         is_shared = np.shares_memory(batch.block_tables.numpy(), table.blocks)
         assert is_shared == (in_place and width == 3 and order == sorted(order))
         return [*batch]
@@ -112,7 +112,7 @@ def test_a_table_with_an_id_that_no_cache_has_is_not_read_in_place():
     table.add("a", [9, 3])
     rows = BatchBuilder(8, 4).rows(table, [0], [6], [1], [5])
     with pytest.raises(ValueError, match=r"block ids in 1\.\.7, got 1\.\.9"):
-        Tables(8, 4, 3).plan(rows)
+        TableLayout(8, 4, 3).plan(rows)
 
 
 def test_bad_calls_change_nothing():

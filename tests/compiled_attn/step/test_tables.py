@@ -6,30 +6,30 @@ import numpy as np
 import pytest
 
 from compiled_attn import BatchBuilder, Request
-from compiled_attn.step import StepLimits, Tables
+from compiled_attn.step import StepLimits, TableLayout
 
-FORM = Tables(2, 32)
+LAYOUT = TableLayout(2, 32)
 LIMITS = StepLimits(256, 32, 100, 1000)
 ALL = [(n, n) for n in (1, 2, 4, 8, 16, 32)] + [(n, 32) for n in (64, 128, 256)]
 
 
 def test_the_ladder_doubles_decodes_and_then_tokens():
-    assert sorted(bucket.sizes for bucket in FORM.ladder(LIMITS, 24)) == ALL
+    assert sorted(bucket.sizes for bucket in LAYOUT.ladder(LIMITS, 24)) == ALL
 
 
 def test_where_one_compile_serves_all_steps_of_few_requests_are_finer():
-    shapes = sorted(bucket.sizes for bucket in FORM.ladder(LIMITS, 24, one_compile=True))
+    shapes = sorted(bucket.sizes for bucket in LAYOUT.ladder(LIMITS, 24, one_compile=True))
     assert shapes == sorted(ALL + [(n, 8) for n in (48, 64, 96, 128, 192, 256)])
 
 
 def test_where_all_requests_are_few_their_steps_are_finer():
     limits = StepLimits(64, 4, 9, 99)
-    shapes = {bucket.sizes for bucket in FORM.ladder(limits, 24, one_compile=True)}
+    shapes = {bucket.sizes for bucket in LAYOUT.ladder(limits, 24, one_compile=True)}
     assert shapes == {(1, 1), (2, 2), *((n, 4) for n in (4, 6, 8, 12, 16, 24, 32, 48, 64))}
 
 
 def test_a_budget_keeps_all_requests_before_few():
-    shapes = [bucket.sizes for bucket in FORM.ladder(LIMITS, 11, one_compile=True)]
+    shapes = [bucket.sizes for bucket in LAYOUT.ladder(LIMITS, 11, one_compile=True)]
     assert sorted(shapes) == sorted([*ALL, (256, 8), (192, 8)])
 
 
@@ -38,7 +38,7 @@ def test_a_budget_keeps_all_requests_before_few():
 @pytest.mark.parametrize("one_compile", [False, True])
 def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget, one_compile):
     tokens, seqs = limits
-    space = FORM.ladder(StepLimits(tokens, seqs, 10, 100), budget, one_compile=one_compile)
+    space = LAYOUT.ladder(StepLimits(tokens, seqs, 10, 100), budget, one_compile=one_compile)
     assert len(space) <= budget
     assert all(size >= requests for size, requests in (bucket.sizes for bucket in space))
     assert space.pick(tokens=tokens, requests=seqs) is not None
@@ -56,11 +56,11 @@ def test_entries_behind_the_blocks_that_are_read_are_ignored():
 
 
 def test_a_form_of_a_fixed_width_fills_tables_of_it():
-    form, builder = Tables(8, 4, width=5), BatchBuilder(8, 4)
-    plan = form.plan(builder.rows_of([Request([1], 6, [2, 3]), Request([5, 6], 0, [4])]))
+    layout, builder = TableLayout(8, 4, width=5), BatchBuilder(8, 4)
+    plan = layout.plan(builder.rows_of([Request([1], 6, [2, 3]), Request([5, 6], 0, [4])]))
     step = plan.fill({"tokens": 4, "requests": 3})
     assert step.block_tables.tolist() == [[2, 3, 0, 0, 0], [4, 0, 0, 0, 0], [0] * 5]
     assert np.diff(step.query_start_loc).tolist() == [1, 2, 0]
-    assert form.padding({"tokens": 4, "requests": 3})[4].shape == step.block_tables.shape
-    with pytest.raises(ValueError, match="make it with width="):
-        Tables(8, 4).padding({"tokens": 4, "requests": 3})
+    assert layout.padding({"tokens": 4, "requests": 3})[4].shape == step.block_tables.shape
+    with pytest.raises(ValueError, match="pass width="):
+        TableLayout(8, 4).padding({"tokens": 4, "requests": 3})

@@ -275,7 +275,7 @@ def test_an_event_loop_does_not_wait_for_a_grammar(llm, monkeypatch):
         dropped.cancel()
         with pytest.raises(RequestCancelled):
             await dropped
-        assert not (good.has_ended or bad.has_ended)
+        assert not (good.has_finished or bad.has_finished)
         may_go.set()
         assert llm.tokenizer.decode((await good).tokens) == "abc"
         with pytest.raises(ConfigError, match="parenthesis is not closed"):

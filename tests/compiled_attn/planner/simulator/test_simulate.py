@@ -43,7 +43,7 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
             for part in step
         ]
         needs.append([*builder.need(requests).values(), len(requests)])
-        sampled = [part.sequence for part in step if part.wants_logits]
+        sampled = [part.sequence for part in step if part.needs_logits]
         scheduler.commit(step)
         for sequence in sampled:
             fresh += 1

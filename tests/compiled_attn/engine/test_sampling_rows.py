@@ -1,6 +1,4 @@
-"""The settings of draws as tensors: the op draws with them what the settings say; their numbers are
-those of numpy's generator, one by one.
-"""
+"""Sampling settings as tensors, and uniform numbers equal to those of numpy's generator."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.engine import SamplingParams, sample
-from compiled_attn.engine.draw_rows import DrawRows, uniforms
+from compiled_attn.engine.sampling_rows import SamplingRows, uniforms
 from compiled_attn.ops.sampling import greedy, reference
 
 VOCAB = 300
@@ -23,8 +21,8 @@ def logits_of(rows: int) -> torch.Tensor:
 
 def test_rows_without_a_draw_give_their_most_likely_token():
     logits = logits_of(4)
-    assert torch.equal(reference(logits, *DrawRows.padding(4)), greedy(logits))
-    settings = DrawRows.of([2], [SamplingParams(temperature=9.0, seed=5)], [0], 4, VOCAB)
+    assert torch.equal(reference(logits, *SamplingRows.padding(4)), greedy(logits))
+    settings = SamplingRows.of([2], [SamplingParams(temperature=9.0, seed=5)], [0], 4, VOCAB)
     tokens = reference(logits, *settings)
     others = [0, 1, 3]
     assert torch.equal(tokens[others], greedy(logits)[others])
@@ -33,7 +31,7 @@ def test_rows_without_a_draw_give_their_most_likely_token():
 
 def test_a_top_k_beyond_64_bits_keeps_all():
     params = SamplingParams(temperature=1.0, top_k=10**30, seed=5)
-    settings = DrawRows.of([0], [params], [0], 1, VOCAB)
+    settings = SamplingRows.of([0], [params], [0], 1, VOCAB)
     assert settings.top_k.tolist() == [VOCAB]
     assert reference(logits_of(1), *settings).tolist() == sample(logits_of(1), [params], [0])
 

@@ -1,4 +1,4 @@
-// A stand-in accelerator: PrivateUse1 with storages of its own, which only its own kernels read.
+// A fake accelerator: PrivateUse1 with storages of its own, which only its own kernels read.
 //
 // A kernel runs that of the CPU on tensors that alias the device's memory, so that results are bit
 // for bit those of a CPU. What a host program could do wrong with a device is refused or counted:
@@ -166,7 +166,7 @@ class Aliases {
   // The device of the call: that of its tensors, or what it asks for.
   void on(c10::Device device) {
     TORCH_CHECK(device_ < 0 || device_ == index_of(device),
-                "stand_in: expected all tensors on one device, got stand_in:", int(device_),
+                "fake_device: expected all tensors on one device, got fake_device:", int(device_),
                 " and ", device);
     device_ = index_of(device);
   }
@@ -264,7 +264,7 @@ void run_on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto taken = [&](const at::Tensor& tensor) {
     if (is_ours(tensor)) return aliases.of(tensor);
     TORCH_CHECK(
-        !tensor.defined() || tensor.dim() == 0, "stand_in: expected all tensors on one device, got ",
+        !tensor.defined() || tensor.dim() == 0, "fake_device: expected all tensors on one device, got ",
         schema.name(), " with one of shape ", tensor.sizes(), " on ", tensor.device());
     return tensor;
   };
@@ -380,7 +380,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &set_storage);
 }
 
-TORCH_LIBRARY(stand_in, m) {
+TORCH_LIBRARY(fake_device, m) {
   // An op of others runs on the device as what it is on the CPU.
   m.def("serve(str name, str overload) -> ()", [](std::string name, std::string overload) {
     static std::vector<c10::RegistrationHandleRAII> held;

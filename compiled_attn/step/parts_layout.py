@@ -1,9 +1,9 @@
-"""The form of steps for plain torch, whose parts of attention each have an axis to pad.
+"""The layout of steps for plain torch, with an axis for each part of attention.
 
 Its ladder: a step that prefills is nearly full and reads the context of its prompt (shared blocks);
 a step that only decodes is small and reads the blocks of many requests (unique blocks). So the
-prefill buckets are two ladders over the shared blocks, a fine one beside few unique blocks and a
-coarse one beside many; the decode buckets grow in requests and unique blocks together; the maximum
+prefill buckets are two ladders over the shared blocks, a fine one with few unique blocks and a
+coarse one with many; the decode buckets grow in requests and unique blocks together; the maximum
 holds the rest.
 """
 
@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.form import ModelWork, StepLimits
+from compiled_attn.step.layout import ModelWork, StepLimits
 from compiled_attn.step.parts import BlockEntries, StepBatch, StepPlan
 from compiled_attn.step.requests import Ints, StepRows, check_ids
 from graphs import BucketSpace, explicit
 
-__all__ = ["Parts"]
+__all__ = ["PartsLayout"]
 
 _CAUSAL_WIDTH = 256  # queries in a slice of the causal part
 
 
-class Parts:
-    """The form of steps whose causal, shared and unique parts are computed apart and merged.
+class PartsLayout:
+    """The layout of steps whose causal, shared and unique parts are computed separately and merged.
 
     Args:
         num_blocks: blocks of the cache, null block included.
         block_size: slots in a block.
-        width: blocks of the longest request; no tensor of this form depends on it.
+        width: blocks of the longest request; no tensor of this layout depends on it.
     """
 
     axes = ("tokens", "shared", "unique", "logits")
@@ -50,7 +50,7 @@ class Parts:
     def ladder(
         self, limits: StepLimits, max_graphs: int, *, one_compile: bool = False
     ) -> BucketSpace:
-        """A ladder of at most ``max_graphs`` buckets; with one, the maximum alone.
+        """Returns at most ``max_graphs`` buckets; with one, the maximum alone.
 
         ``one_compile`` changes nothing: no axis is `symbolic`.
 
@@ -67,10 +67,10 @@ class Parts:
         return best
 
     def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
-        """Of tokens, pairs of query and key, and logits.
+        """See `StepLayout.cost`: tokens, pairs of query and key, and logits.
 
-        A unique block is read by products with a single row, at about a sixth of the rate of the
-        matmuls, so it counts six times.
+        A unique block is read by a single query, at about a sixth of the rate of the matmuls, so it
+        counts six times.
         """
 
         def cost(bucket: Mapping[str, int]) -> float:
@@ -81,23 +81,20 @@ class Parts:
         return cost
 
     def least_bytes(self, bucket: Mapping[str, int]) -> int:
-        """Of the inputs of a step, and of what it adds to the scores of its tokens.
-
-        That is 4 bytes for each pair of tokens, beside one that says whether it counts.
-        """
+        """See `StepLayout.least_bytes`: the inputs, and bias and mask of each pair of tokens."""
         tokens, blocks = bucket["tokens"], 4 * bucket["tokens"] * bucket["shared"]
         return 24 * tokens + 5 * tokens**2 + blocks + 40 * bucket["unique"]
 
     def smallest_need(self, blocks: int) -> dict[str, int]:
-        """One token that alone reads the blocks."""
+        """See `StepLayout.smallest_need`."""
         return {"tokens": 1, "shared": 0, "unique": blocks, "logits": 1}
 
     def largest_need(self, limits: StepLimits) -> dict[str, int] | None:
-        """None: to hold every mix of parts takes more buckets than to cut the rare ones."""
+        """None: a bucket for every mix of parts costs more than to cut the rare ones."""
         return None
 
     def plan(self, rows: StepRows) -> StepPlan:
-        """See `StepForm.plan`."""
+        """See `StepLayout.plan`."""
         visible = np.where(rows.query == 1, rows.context + 1, rows.context)
         entries = self._entries(rows, visible)
         check_ids(entries.ids, self.num_blocks)
@@ -111,7 +108,7 @@ class Parts:
         return StepBatch.padding(bucket)
 
     def batch(self, fields: Sequence[Tensor | None]) -> StepBatch:
-        """See `StepForm.batch`."""
+        """See `StepLayout.batch`."""
         return StepBatch(*fields)  # type: ignore[arg-type]  # the first four are tensors
 
     def metadata(self, batch: StepBatch, block_size: int) -> UnifiedMetadata:
@@ -119,12 +116,12 @@ class Parts:
         return batch.metadata(block_size, _CAUSAL_WIDTH)
 
     def wanted(self, batch: StepBatch, block_size: int) -> UnifiedMetadata | None:
-        """None: a row does not know which blocks are those of its request."""
+        """None: a row does not know the blocks of its request."""
         return None
 
-    def over(self, num_blocks: int, block_size: int, width: int) -> Parts:
-        """See `StepForm.over`."""
-        return Parts(num_blocks, block_size, width)
+    def over(self, num_blocks: int, block_size: int, width: int) -> PartsLayout:
+        """See `StepLayout.over`."""
+        return PartsLayout(num_blocks, block_size, width)
 
     def _entries(self, rows: StepRows, visible: Ints) -> BlockEntries:
         counts = -(-visible // self.block_size)
@@ -137,15 +134,15 @@ class Parts:
         return BlockEntries(ids, owner, starts, usage)
 
     def _repeated(self, ids: Ints) -> NDArray[np.bool_]:
-        # The last entry of a block wins its place; whoever did not win shares the block with it.
+        # The last entry of a block overwrites the others, which therefore share the block with it.
         order = np.arange(len(ids))
         self._last_entry[ids] = order
-        lost: NDArray[np.bool_] = self._last_entry[ids] != order
-        if not lost.any():
-            return lost
-        self._is_repeated[ids[lost]] = True
+        is_overwritten: NDArray[np.bool_] = self._last_entry[ids] != order
+        if not is_overwritten.any():
+            return is_overwritten
+        self._is_repeated[ids[is_overwritten]] = True
         repeated: NDArray[np.bool_] = self._is_repeated[ids]
-        self._is_repeated[ids[lost]] = False
+        self._is_repeated[ids[is_overwritten]] = False
         return repeated
 
 
@@ -168,7 +165,7 @@ def _decode(limits: StepLimits) -> Iterator[tuple[int, ...]]:
 
 
 def _maximum(limits: StepLimits) -> tuple[int, int, int, int]:
-    """Every context takes two tokens that share its blocks."""
+    """A context is shared by at least two tokens."""
     contexts = max(1, min(limits.seqs, limits.tokens // 2))
     shared = min(limits.pool_blocks, contexts * limits.context_blocks)
     return limits.tokens, shared, limits.pool_blocks, limits.seqs

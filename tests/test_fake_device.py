@@ -1,11 +1,11 @@
-"""The stand-in device refuses and counts what a test of the host's code has to see."""
+"""The fake device refuses and counts what tests of host code need to see."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.stand_in import counts, open_device
+from tests.fake_device import counts, open_device
 
 SYNCHRONIZES = pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="torch 2.11 waits for no device that has no lazy start"
@@ -115,8 +115,8 @@ def test_a_source_that_is_changed_before_its_copy_was_waited_for_is_torn(ones, w
 
 
 def test_each_of_two_has_an_order_of_its_own_and_refuses_the_tensors_of_the_other(device, ones):
-    other = torch.ones(3, 4, device="stand_in:1")
-    assert (other + 1).device == torch.device("stand_in:1") != ones.device
+    other = torch.ones(3, 4, device="fake_device:1")
+    assert (other + 1).device == torch.device("fake_device:1") != ones.device
     with pytest.raises(RuntimeError, match="same device"):
         ones + other
     here, arrived = torch.zeros(3, 4), torch.Event(other.device)
@@ -129,4 +129,4 @@ def test_each_of_two_has_an_order_of_its_own_and_refuses_the_tensors_of_the_othe
     arrived.synchronize()
     assert (here == 1).all()
     with torch.accelerator.device_index(1):
-        assert torch.zeros(1, device="stand_in").device == other.device
+        assert torch.zeros(1, device="fake_device").device == other.device

@@ -1,7 +1,7 @@
-"""The form of a step: everything about how a step becomes the tensors of a bucket.
+"""The layout of a step: how it becomes the tensors of a bucket.
 
-There are two, `Tables` for the op that reads block tables and `Parts` for plain torch. Whoever
-holds a form need not ask which one it is.
+`TableLayout` is for the op that reads block tables, `PartsLayout` for plain torch. Nothing else
+needs to know which one it has.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from graphs import BucketSpace
 __all__ = [
     "ModelWork",
     "Plan",
-    "StepForm",
+    "StepLayout",
     "StepLimits",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that a scheduler can make.
+    """The largest step that a scheduler can schedule.
 
     Args:
         tokens: new tokens of all requests.
         seqs: requests.
         context_blocks: blocks of the longest request.
-        pool_blocks: blocks that requests can hold.
+        pool_blocks: blocks that requests can own.
     """
 
     tokens: int
@@ -57,21 +57,21 @@ class ModelWork:
 
 
 class Plan(Protocol):
-    """A step before padding: what it needs, and how it fills a bucket."""
+    """A step before padding."""
 
     rows: StepRows
     need: dict[str, int]
 
     def fill(self, bucket: Mapping[str, int] | None = None) -> Any:
-        """The batch padded to a bucket; None: to exactly what it needs.
+        """Returns the batch padded to a bucket; None: to exactly what it needs.
 
         Raises:
             ValueError: the bucket is too small.
         """
 
 
-class StepForm(Protocol):
-    """How the steps of a scheduler become tensors of fixed shapes."""
+class StepLayout(Protocol):
+    """Turns the steps of a scheduler into tensors of fixed shapes."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -79,54 +79,52 @@ class StepForm(Protocol):
 
     @property
     def symbolic(self) -> tuple[str, ...]:
-        """Those of the axes whose sizes a graph may leave open, so that buckets share it."""
+        """Axes whose sizes a graph may leave open, so that buckets share it."""
 
     @property
     def reads_range(self) -> bool:
-        """Whether a step reads all places up to the highest used one: spread blocks cost time."""
+        """Whether a step reads all blocks up to the highest used one: fragmentation costs time."""
 
     def ladder(
         self, limits: StepLimits, max_graphs: int, *, one_compile: bool = False
     ) -> BucketSpace:
-        """Buckets for all steps within limits, ``max_graphs`` of them at most.
+        """Returns at most ``max_graphs`` buckets for all steps within limits.
 
-        ``one_compile``: one serves all whose `symbolic` axes differ.
+        ``one_compile``: buckets that differ only on `symbolic` axes share one compile.
         """
 
     def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
-        """The relative cost of a bucket, by which the cheapest is picked."""
+        """Returns the relative cost of a bucket, by which the cheapest is picked."""
 
     def least_bytes(self, bucket: Mapping[str, int]) -> int:
-        """Bytes that a step of a bucket takes at least."""
+        """Returns the bytes that a step of a bucket takes at least."""
 
     def smallest_need(self, blocks: int) -> dict[str, int]:
-        """What the last token of a request needs that reads so many blocks, alone in its step."""
+        """Returns the need of the last token of a request of so many blocks, alone in its step."""
 
     def largest_need(self, limits: StepLimits) -> dict[str, int] | None:
-        """What a bucket must hold for no step to be cut; None: steps may be cut."""
+        """Returns the need that a bucket must hold so that no step is cut; None: steps may be."""
 
     def plan(self, rows: StepRows) -> Plan:
-        """A step, ready to fill a bucket.
+        """Plans a step.
 
         Raises:
             ValueError: it reads blocks that the cache does not have.
         """
 
     def padding(self, bucket: Mapping[str, int]) -> Any:
-        """A batch of padding alone, to capture a bucket with: it writes to the null block only."""
+        """Returns a batch of padding alone, which writes to the null block only."""
 
     def batch(self, fields: Sequence[Tensor | None]) -> Any:
-        """The batch of tensors that are its fields, in order; traceable."""
+        """Returns the batch of these fields, in order; traceable."""
 
     def metadata(self, batch: Any, block_size: int) -> UnifiedMetadata:
-        """A batch for `unified_attention`: traceable, no host work."""
+        """Returns the metadata for `unified_attention`: traceable, no host work."""
 
     def wanted(self, batch: Any, block_size: int) -> UnifiedMetadata | None:
-        """The rows ``logits_index`` of a batch as requests of one token each, which write to the
-        null block; None: the form does not know that.
-
-        What they read must have been written.
+        """Returns the rows ``logits_index`` of a batch as requests of one token each, which write
+        to the null block and read what was written before; None: not supported.
         """
 
-    def over(self, num_blocks: int, block_size: int, width: int) -> StepForm:
-        """The same form over another cache."""
+    def over(self, num_blocks: int, block_size: int, width: int) -> StepLayout:
+        """Returns the same layout over another cache."""

@@ -1,4 +1,4 @@
-"""Calls whose tensors are moved to a device, and what was written there brought back."""
+"""Runs a function with its tensors on a device, and copies back what it wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.stand_in import NAME, counts, open_device
+from tests.fake_device import NAME, counts, open_device
 
 __all__ = ["Memory", "on_device"]
 
@@ -18,12 +18,12 @@ __all__ = ["Memory", "on_device"]
 def on_device(
     function: Callable[..., Any], device: str = NAME, *, waits: bool = True
 ) -> Callable[..., Any]:
-    """The function with all of its tensors on a device; the results are on the host.
+    """Wraps a function: its tensors are moved to a device, its results to the host.
 
     Args:
         function: takes tensors, also in tuples and dataclasses.
-        device: the stand-in, or a device that is there.
-        waits: whether it may wait for the device, of which only the stand-in can tell.
+        device: the fake device, or an existing one.
+        waits: whether it may synchronize with the device; only the fake device can tell.
     """
 
     def call(*args: Any, **options: Any) -> Any:
@@ -42,11 +42,7 @@ def on_device(
 
 
 class Memory:
-    """Copies of tensors on a device: those that share memory here share it there, strides and all.
-
-    Args:
-        device: that they are moved to.
-    """
+    """Copies tensors to a device; those that share memory share it there too, strides included."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

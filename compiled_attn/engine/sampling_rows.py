@@ -1,6 +1,6 @@
-"""The settings of the draws of a step as tensors, a row each, and the uniform numbers of these.
+"""Sampling settings of a step as tensors, with the uniform random number of each row.
 
-Philox, whose numbers need no state: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+Philox, which needs no state: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
 SC 2011; Philox4x64 with 10 rounds.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_attn.engine.sampling import SamplingParams
 
-__all__ = ["DrawRows", "uniforms"]
+__all__ = ["SamplingRows", "uniforms"]
 
 Words = NDArray[np.uint64]
 
@@ -26,7 +26,7 @@ _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 def uniforms(seeds: Sequence[int], steps: Sequence[int]) -> NDArray[np.float64]:
-    """For each seed its number of a step, in [0, 1): bit for bit that of
+    """Returns for each seed its number of a step, in [0, 1): bit for bit that of
     ``numpy.random.Generator(numpy.random.Philox(key=seed, counter=step)).random()``.
 
     Args:
@@ -34,7 +34,7 @@ def uniforms(seeds: Sequence[int], steps: Sequence[int]) -> NDArray[np.float64]:
         steps: ``[n]``, from 0 on.
     """
     key = np.array(seeds, np.uint64), np.zeros(len(seeds), np.uint64)
-    first = np.array(steps, np.uint64) + np.uint64(1)  # numpy counts on before it draws
+    first = np.array(steps, np.uint64) + np.uint64(1)  # numpy increments before it draws
     words = first, *(np.zeros(len(seeds), np.uint64) for _ in range(3))
     for number in range(10):
         if number:
@@ -53,7 +53,7 @@ def _product(a: Words, b: np.uint64) -> tuple[Words, Words]:
     return a_high * b_high + (middle >> _HALF) + (carry >> _HALF), a * b
 
 
-class DrawRows(NamedTuple):
+class SamplingRows(NamedTuple):
     """The settings of the op ``sample_tokens``, ``[R]`` each, see `ops.sampling.sample`."""
 
     temperature: Tensor
@@ -70,14 +70,14 @@ class DrawRows(NamedTuple):
         steps: Sequence[int],
         rows: int,
         vocab: int,
-    ) -> DrawRows:
-        """Those of some rows among others whose most likely token is taken.
+    ) -> SamplingRows:
+        """Makes the settings of some rows; the others take their most likely token.
 
         Args:
             at: n >= 1 of the rows.
-            params: n settings, of which those count that leave the logits as they are.
-            steps: n, how many tokens each request has generated: the counters of the draws.
-            rows: how many there are.
+            params: n settings; those that change the logits are ignored.
+            steps: n, how many tokens each request has generated: the counters of the generator.
+            rows: number of all rows.
             vocab: tokens of a row.
         """
         drawn = cls.padding(rows)
@@ -90,8 +90,8 @@ class DrawRows(NamedTuple):
         return drawn
 
     @classmethod
-    def padding(cls, rows: int) -> DrawRows:
-        """Rows whose most likely token is taken."""
+    def padding(cls, rows: int) -> SamplingRows:
+        """Makes the settings of rows that take their most likely token."""
         ones, zeros = (torch.full((rows,), n, dtype=torch.float64) for n in (1.0, 0.0))
         return cls(zeros, ones.long(), ones, zeros.clone(), zeros.clone())
 

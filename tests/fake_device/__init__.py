@@ -1,9 +1,8 @@
-"""A stand-in for an accelerator, on which tests run what is meant for a device.
+"""A fake accelerator, on which tests run what is meant for a device.
 
-Its tensors are on the device ``stand_in:0``, or on ``stand_in:1``, which has an order of its own.
-They have storages of their own, and cannot be read from the host without a copy. It refuses tensors
-of two devices in one call, and counts copies and waits. A copy that nobody waits for is as late as
-it may be.
+Tensors are on ``fake_device:0`` or ``fake_device:1``, each with a stream of its own. The host
+cannot read their storages without a copy. The device refuses tensors of two devices in one call,
+counts copies and synchronizations, and delays each copy until something waits for it.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from graphs.store.lock import locked
 
 __all__ = ["NAME", "Counts", "counts", "open_device"]
 
-NAME = "stand_in"
+NAME = "fake_device"
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 
 
 class Counts(NamedTuple):
-    """What the host has asked of the device so far.
+    """Counts of what the host has asked of the device.
 
     Args:
         copies_in, copies_out: to the device, and from it.
-        waits: for results of the device, but for the copies.
+        waits: synchronizations, except those of copies.
         kernels: that ran.
-        torn: copies to the device whose source the host changed before they were waited for.
+        torn: copies to the device whose source the host changed before it waited for them.
     """
 
     copies_in: int
@@ -48,23 +47,22 @@ class Counts(NamedTuple):
     torn: int
 
     def since(self, before: Counts) -> Counts:
-        """What was asked after others were counted."""
+        """The difference to earlier counts."""
         return Counts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 def counts() -> Counts:
-    """What the host has asked of the device so far."""
-    return Counts(*torch.ops.stand_in.counts())
+    return Counts(*torch.ops.fake_device.counts())
 
 
 @functools.cache
 def open_device() -> torch.device:
-    """The device; builds and registers it on the first call of a process."""
+    """Returns the device; builds and registers it on the first call of a process."""
     torch.ops.load_library(str(_library()))
     load()  # which defines the ops
     for op in ("paged_attention", "paged_attention_"):
-        torch.ops.stand_in.serve(f"compiled_attn::{op}", "")
-    torch.ops.stand_in.open()
+        torch.ops.fake_device.serve(f"compiled_attn::{op}", "")
+    torch.ops.fake_device.open()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -72,7 +70,7 @@ def open_device() -> torch.device:
 
 
 def _module() -> types.ModuleType:
-    """What torch asks of a device's Python module."""
+    """The Python module that torch expects of a device."""
     module = types.ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.device_count = lambda: 2  # type: ignore[attr-defined]
@@ -95,7 +93,7 @@ def _library() -> Path:
     text = f"{torch.__version__} {command}".encode() + _SOURCE.read_bytes()
     folder = default_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    library = folder / f"stand-in-{hashlib.sha256(text).hexdigest()[:32]}.so"
+    library = folder / f"fake-device-{hashlib.sha256(text).hexdigest()[:32]}.so"
     with locked(library.with_suffix(".lock"), shared=False, seconds=600):
         if not library.exists():
             made = library.with_suffix(".part")

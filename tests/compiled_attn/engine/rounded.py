@@ -1,4 +1,4 @@
-"""A model by itself whose keys and values are rounded to 8 bits as a cache would, as an oracle."""
+"""A reference: a model whose keys and values are rounded to 8 bits as in a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.oracle import dense, keep
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def kept_rows(model: PreTrainedModel, text: list[int], kind: str) -> Tensor:
+def rounded_logits(model: PreTrainedModel, text: list[int], kind: str) -> Tensor:
     """Logits ``[T, vocab]`` of a text in one plain forward: float64 attention, dense, uncached."""
 
     def attention(module, query, key, value, attention_mask, *, sliding_window=None, **_):
@@ -21,9 +21,9 @@ def kept_rows(model: PreTrainedModel, text: list[int], kind: str) -> Tensor:
         out, _ = dense(asked, keys, values, sliding_window=sliding_window)
         return out.to(query.dtype).unsqueeze(0), None
 
-    AttentionInterface.register("kept_oracle", attention)
+    AttentionInterface.register("rounded_reference", attention)
     before = model.config._attn_implementation
-    model.set_attn_implementation("kept_oracle")
+    model.set_attn_implementation("rounded_reference")
     try:
         with torch.no_grad():
             return model(torch.tensor([text]), use_cache=False).logits[0]

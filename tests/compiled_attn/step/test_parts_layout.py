@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_attn.step import ModelWork, Parts, StepLimits
+from compiled_attn.step import ModelWork, PartsLayout, StepLimits
 
-FORM = Parts(2, 32)
+LAYOUT = PartsLayout(2, 32)
 
 
 @given(
@@ -20,7 +20,7 @@ FORM = Parts(2, 32)
 )
 def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(tokens, seqs, context, pool, graphs):
     seqs = min(seqs, tokens)
-    space = FORM.ladder(StepLimits(tokens, seqs, context, pool), graphs)
+    space = LAYOUT.ladder(StepLimits(tokens, seqs, context, pool), graphs)
     assert 1 <= len(space) <= graphs
     shared = space.largest["shared"]
     assert min(context, pool) <= shared <= pool
@@ -34,20 +34,20 @@ def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(tokens, seqs, cont
 def test_the_largest_bucket_holds_the_contexts_of_as_many_chunks_as_a_step_has(
     tokens, seqs, shared
 ):
-    assert FORM.ladder(StepLimits(tokens, seqs, 256, 2048), 1).largest["shared"] == shared
+    assert LAYOUT.ladder(StepLimits(tokens, seqs, 256, 2048), 1).largest["shared"] == shared
 
 
 def test_more_graphs_mean_less_padding():
     limits = StepLimits(256, 32, 256, 2048)
     need = {"tokens": 250, "shared": 20, "unique": 100, "logits": 9}
-    cost = FORM.cost(ModelWork(1e6, 1e3, 1.0))
-    spaces = [FORM.ladder(limits, graphs).with_cost(cost) for graphs in (1, 12, 24)]
+    cost = LAYOUT.cost(ModelWork(1e6, 1e3, 1.0))
+    spaces = [LAYOUT.ladder(limits, graphs).with_cost(cost) for graphs in (1, 12, 24)]
     costs = [cost(space.pick(**need)) for space in spaces]
     assert costs[0] > costs[1] > costs[2]
 
 
-@pytest.mark.parametrize("axis", Parts.axes)
+@pytest.mark.parametrize("axis", PartsLayout.axes)
 def test_the_cost_grows_on_every_axis(axis):
-    cost = Parts(2, 4).cost(ModelWork(10.0, 2.0, 1.0))
-    bucket = dict.fromkeys(Parts.axes, 5)
+    cost = PartsLayout(2, 4).cost(ModelWork(10.0, 2.0, 1.0))
+    bucket = dict.fromkeys(PartsLayout.axes, 5)
     assert cost({**bucket, axis: 6}) > cost(bucket)

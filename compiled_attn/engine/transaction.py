@@ -1,0 +1,69 @@
+"""Transactions of an engine: an exception rolls one back, Ctrl-C waits for its end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Transactions", "delayed_interrupt"]
+
+
+class Transactions:
+    """Runs changes of requests and blocks one at a time.
+
+    Args:
+        rollback: called after an exception in a change, in whatever state it left.
+    """
+
+    def __init__(self, rollback: Callable[[], None]) -> None:
+        self._rollback = rollback
+        self.is_running = False
+
+    def refuse_second(self) -> None:
+        """Raises RuntimeError while a change is running."""
+        if self.is_running:
+            raise RuntimeError(
+                "expected an idle engine, got a call from within a step, or from another thread: "
+                "let one thread step it"
+            )
+
+    def run(self, change: Callable[[], None]) -> None:
+        """Makes a change, or rolls it back."""
+        with delayed_interrupt():
+            self.is_running = True
+            try:
+                change()
+            except BaseException:
+                self._rollback()
+                raise
+            finally:
+                self.is_running = False
+
+
+@contextlib.contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Delays Ctrl-C to the end of the block; a second one interrupts at once.
+
+    Only the main thread receives signals: elsewhere this does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    received: list[tuple[Any, ...]] = []
+
+    def receive(*signal_and_frame: Any) -> None:
+        received.append(signal_and_frame)
+        if len(received) > 1:  # the step may hang
+            handler(*signal_and_frame)
+
+    signal.signal(signal.SIGINT, receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(received) == 1:
+            handler(*received[0])
