@@ -40,11 +40,11 @@ KERNELS = {"reference": attend, "sdpa": SdpaKernel.attend}
 Run = Callable[[], object]
 
 
-def compiled(form: Callable[..., object], *arguments: Tensor | None, **options: object) -> Run:
+def compiled(part: Callable[..., object], *arguments: Tensor | None, **options: object) -> Run:
     """A call of a compiled partial attention, normalised; compiled now."""
     torch._dynamo.reset()
     graph = torch.compile(
-        lambda *tensors: merge(form(*tensors, **options)), fullgraph=True, dynamic=False
+        lambda *tensors: merge(part(*tensors, **options)), fullgraph=True, dynamic=False
     )
     graph(*arguments)
     return lambda: graph(*arguments)
@@ -104,7 +104,7 @@ def parts(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Run]]]:
 
 
 def chosen(only: str) -> list[tuple[str, Callable[[], Run]]]:
-    """Name and maker of each part that is asked for, of each dtype."""
+    """Name and maker of each selected part, of each dtype."""
     return [
         (f"{str(dtype)[6:]:>9} {name}", make)
         for dtype in DTYPES
@@ -114,9 +114,9 @@ def chosen(only: str) -> list[tuple[str, Callable[[], Run]]]:
 
 
 def print_parts(options: argparse.Namespace) -> None:
-    told = "--only", options.only, "--rounds", str(options.rounds)
-    told += "--threads", str(options.threads)
-    line = other_process(options.against, *told) if options.against else None
+    arguments = "--only", options.only, "--rounds", str(options.rounds)
+    arguments += "--threads", str(options.threads)
+    line = other_process(options.against, *arguments) if options.against else None
     print(f"{'dtype':>9} {'part':30} ms here" + ("  here over there" if line else ""))
     for name, make in chosen(options.only):
         assert line is None or line() == name.strip(), "the other checkout has other parts"

@@ -5,8 +5,8 @@
 
 32 query heads on 8 KV heads of 128, one query token a request, blocks anywhere in a pool of 1 GiB.
 Cold: each step reads other blocks; hot: always the same few. One process, interleaved, medians.
-Ratios are speeds: 1.0 of `read` is a pass that only reads the same blocks, the faster of two forms
-(see native/limits.cpp).
+Ratios are speeds: 1.0 of `read` is a pass that only reads the same blocks, the faster of two
+levels (see native/limits.cpp).
 FlexAttention's block mask is the block table (see native/flex.py), made outside of what is timed.
 """
 
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from native import forms
+from native import baselines
 from native.flex import flex
 from native.limits import LEVELS, Limits
 from native.plot import bars
@@ -31,25 +31,28 @@ TOKENS = 32768  # of keys in a step
 
 
 def alternatives(steps: list[Step]) -> dict[str, object]:
-    """Forms by name, each a function of a step."""
+    """Baselines by name, each a function of a step."""
     step = steps[0]
     if step.scales:
         return {}
-    gather, unified = forms.compiled(forms.gather_sdpa), forms.compiled(forms.unified_unique)
+    gather, unified = (
+        baselines.compiled(baselines.gather_sdpa),
+        baselines.compiled(baselines.unified_unique),
+    )
     requests, tokens = len(step.query), int(step.seq_lens[0])
     key, value = (
         torch.randn(requests, KV_HEADS, tokens, DIM).to(step.query.dtype) for _ in range(2)
     )
 
-    def paged(form):
-        return lambda s: form(s.query, s.key_cache, s.value_cache, s.block_table)
+    def paged(function):
+        return lambda s: function(s.query, s.key_cache, s.value_cache, s.block_table)
 
     return {
-        "gather": paged(forms.gather_sdpa),
+        "gather": paged(baselines.gather_sdpa),
         "gather inductor": paged(gather),
         "unified inductor": paged(unified),
         "flex": flex(steps),
-        "contiguous": lambda s: forms.contiguous_sdpa(s.query, key, value),
+        "contiguous": lambda s: baselines.contiguous_sdpa(s.query, key, value),
     }
 
 
@@ -70,8 +73,8 @@ def row(
         )
 
     runs = {f"read {level}": read(level) for level in LEVELS}
-    runs["native"] = lambda i: forms.native(steps[i])
-    runs |= {name: lambda i, form=form: form(steps[i]) for name, form in others.items()}
+    runs["native"] = lambda i: baselines.native(steps[i])
+    runs |= {name: lambda i, run=run: run(steps[i]) for name, run in others.items()}
     with torch.no_grad():
         found = medians(runs, options.rounds)
     found["read"] = min(found.pop(f"read {level}") for level in LEVELS)
@@ -118,7 +121,7 @@ def rows_in_turns(options: argparse.Namespace) -> None:
             shape = [1] * requests, [context] * requests
             steps = [scene.steps(*shape, options.rounds + 1) for scene in scenes]
             runs = {
-                name: lambda i, each=each: forms.native(each[0 if options.hot else i])
+                name: lambda i, each=each: baselines.native(each[0 if options.hot else i])
                 for name, each in zip(options.dtypes, steps, strict=True)
             }
             for threads in options.threads:

@@ -3,7 +3,7 @@
     python benchmarks/limits.py [--threads 1 2] [--blocks 16 128]   # --blocks alone: no reading
 
 Blocks of keys and of values (8 heads of 128, float32) anywhere in a pool of 1 GiB, on plain and on
-huge pages; against the same pool read from end to end; the faster of two forms each (see
+huge pages; against the same pool read from end to end; the faster of two levels each (see
 native/limits.cpp). Cold; medians of interleaved rounds.
 """
 

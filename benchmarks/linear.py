@@ -37,14 +37,14 @@ def main() -> None:
     for rows in (1, 8, 32, 256):
         for size_in, size_out in SHAPES:
             x, weight = torch.randn(rows, size_in), torch.randn(size_out, size_in)
-            forms = {
+            calls = {
                 "mkl": lambda x=x, w=weight: torch.mm(x, w.t()),
                 "onednn": lambda x=x, w=weight: torch.ops.graphs.onednn_linear(x, w, None),
             }
-            times: dict[str, list[float]] = {name: [] for name in forms}
+            times: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(15):
-                for name, form in forms.items():
-                    times[name].append(seconds(form, 10))
+                for name, call in calls.items():
+                    times[name].append(seconds(call, 10))
             ratio = statistics.median(times["mkl"]) / statistics.median(times["onednn"])
             print(f"{rows:5} {size_in:5} {size_out:5}  {ratio:.2f}")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from native import forms
+from native import baselines
 from native.scene import Scene
 from native.timing import medians
 
@@ -40,9 +40,9 @@ def main() -> None:
             with torch.no_grad():
                 found = medians(
                     {
-                        "mixed": lambda i, steps=mixed: forms.native(steps[i]),
-                        "decodes": lambda i, steps=decodes: forms.native(steps[i]),
-                        "chunks": lambda i, steps=chunks: forms.native(steps[i]),
+                        "mixed": lambda i, steps=mixed: baselines.native(steps[i]),
+                        "decodes": lambda i, steps=decodes: baselines.native(steps[i]),
+                        "chunks": lambda i, steps=chunks: baselines.native(steps[i]),
                     },
                     options.rounds,
                 )

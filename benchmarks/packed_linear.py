@@ -1,13 +1,13 @@
-"""Linear layers: plain weights, packed by oneDNN, packed for our op, joined, in int8, in halves.
+"""Linear layers: plain weights, packed by oneDNN, packed for our op, fused, in int8, in halves.
 
     python benchmarks/packed_linear.py [--dtype float32] [--threads 1] [--rows 1,4,16,64,256]
 
-The layers of SmolLM2-135M: thirty times QKV, output, gate and up, down, and its head. Joined, QKV
+The layers of SmolLM2-135M: thirty times QKV, output, gate and up, down, and its head. Fused, QKV
 are one call of our op, gate and up one, as in an engine's graphs; in int8 they are apart. Weights
 are cold (212 MB of layers in bfloat16, read one after the other). One process, interleaved,
 medians; a figure is the speed over plain weights, as torch's linear has them. In float32 that is
-MKL's, oneDNN takes plain weights too, and there is no int8; weights are such as bfloat16 holds, and
-halves are these in 16 bits, joined.
+MKL's, oneDNN takes plain weights too, and there is no int8; weights are exact in bfloat16, and
+halves are their upper 16 bits, fused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compiled_attn.ops import load, packed_linear
 LAYERS = 30
 QKV, OUT = [(576, 576), (192, 576), (192, 576)], [(576, 576)]
 GATE_UP, DOWN = [(1536, 576), (1536, 576)], [(576, 1536)]
-Form = Callable[[int], None]
+Call = Callable[[int], None]
 CASES = {"layers": [QKV, OUT, GATE_UP, DOWN] * LAYERS, "head": [[(49152, 576)]]}
 
 
@@ -34,21 +34,21 @@ def has_onednn(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) -> dict[str, Form]:
+def calls(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) -> dict[str, Call]:
     """What computes groups of layers of one input, each with weights of its own."""
     weights = [[(torch.randn(s) * 0.02).bfloat16().to(dtype) for s in group] for group in groups]
     ours, ops = [[packed_linear.pack(weight) for weight in g] for g in weights], load()
     inputs = [torch.randn(rows, group[0][1]).to(dtype) for group in groups]
     pointwise = torch.ops.mkldnn._linear_pointwise.default
 
-    def joined(layers: list[list[Tensor]]) -> Form:
+    def fused(layers: list[list[Tensor]]) -> Call:
         def forward(_: int) -> None:
             for input, group in zip(inputs, layers, strict=True):
                 ops.packed_linears(input, group)
 
         return forward
 
-    def run(layers: list[list[Any]], linear: Callable[[Tensor, Any], Tensor]) -> Form:
+    def run(layers: list[list[Any]], linear: Callable[[Tensor, Any], Tensor]) -> Call:
         def forward(_: int) -> None:
             for input, group in zip(inputs, layers, strict=True):
                 for layer in group:
@@ -63,12 +63,12 @@ def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) ->
             reorder = torch.ops.mkldnn._reorder_linear_weight
             reordered = [[reorder(weight, rows) for weight in g] for g in weights]
         found["oneDNN"] = run(reordered, lambda x, w: pointwise(x, w, None, "none", [], ""))
-    found |= {"ours": run(ours, ops.packed_linear), "joined": joined(ours)}
+    found |= {"ours": run(ours, ops.packed_linear), "fused": fused(ours)}
     if dtype is torch.bfloat16:
         codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
         found["int8"] = run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1]))
     else:
-        found["halves"] = joined([[packed_linear.halve(weight) for weight in g] for g in weights])
+        found["halves"] = fused([[packed_linear.halve(weight) for weight in g] for g in weights])
     return found
 
 
@@ -85,13 +85,13 @@ def main() -> None:
     on = f"{options.threads} threads, torch {torch.__version__}, op {load().isa}"
     print(f"# {options.dtype}, {on}, cold")
     others = ["oneDNN"] if has_onednn(dtype) else []
-    others += ["ours", "joined", "int8" if dtype is torch.bfloat16 else "halves"]
+    others += ["ours", "fused", "int8" if dtype is torch.bfloat16 else "halves"]
     names = "".join(f"{name:>8}" for name in others)
     print(f"{'':8}{'rows':>5}{'plain, ms':>11}{names}   (speed over plain)")
     with torch.no_grad():
         for name, groups in CASES.items():
             for rows in map(int, options.rows.split(",")):
-                plain, *times = medians(forms(groups, rows, dtype), options.rounds).values()
+                plain, *times = medians(calls(groups, rows, dtype), options.rounds).values()
                 speeds = "".join(f"{plain / each:8.2f}" for each in times)
                 print(f"{name:8}{rows:5}{plain * 1e3:11.1f}{speeds}", flush=True)
 

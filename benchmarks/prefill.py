@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from native import forms
+from native import baselines
 from native.limits import Limits
 from native.scene import Scene, Step
 from native.timing import medians
@@ -41,7 +41,7 @@ def main() -> None:
             cache.normal_()
         for length in options.lengths:
             step = scene.steps([length], [length + options.past], 1)[0]
-            sdpa = forms.causal_sdpa(step)
+            sdpa = baselines.causal_sdpa(step)
             for threads in options.threads:
                 torch.set_num_threads(threads)
                 peak = Limits(threads).flops(dtype)

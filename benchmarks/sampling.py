@@ -4,7 +4,7 @@
 
 Logits of a normal distribution, float32; each request has a text of 1,000 tokens, half of them
 generated, which were counted in an earlier step. Milliseconds, medians, one process, in turns;
-`sorted` is the definition: each row sorted in float64, cut, and drawn from (greedy: `torch.max` of
+`sorted` is the reference: each row sorted in float64, cut, and drawn from (greedy: `torch.max` of
 each row). Both give the same tokens, which is asserted. Last the masks of grammars, which are
 applied to logits in place (xgrammar's time to fill them is not in it), and row by row.
 """

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from accelerator.resources import TARGETS, resources
 
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.ops.call import NewTokens, PagedCall
@@ -26,7 +27,6 @@ from compiled_attn.ops.triton.arguments import (
 )
 from compiled_attn.ops.triton.attend import attend_kernel
 from compiled_attn.ops.triton.merge import merge_kernel
-from compiled_attn.ops.triton.resources import TARGETS, resources
 from compiled_attn.ops.triton.tiles import Chip, Plan, plan
 from compiled_attn.ops.triton.write import write_kernel
 

@@ -32,10 +32,10 @@ def other_process(directory: str, *arguments: str) -> Callable[[], str]:
         env={**os.environ, "PYTHONPATH": directory},
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
-    ask, told = process.stdin, process.stdout
+    ask, answers = process.stdin, process.stdout
 
     def line() -> str:
         print(file=ask, flush=True)
-        return told.readline().strip()
+        return answers.readline().strip()
 
     return line

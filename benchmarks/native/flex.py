@@ -16,19 +16,19 @@ _QUERY_BLOCK = 128
 def flex(steps: Sequence[Step]) -> Callable[[Step], Tensor]:
     """FlexAttention under inductor for decodes of one length, a multiple of the block size.
 
-    Their masks are made here, as an engine makes them once a step for all layers. Blocks are all
-    declared full: of partial ones alone, torch 2.13 writes C++ that does not compile.
+    Makes their masks first, as an engine does once a step for all layers. Declares all blocks
+    full: for partial ones alone, torch 2.13 generates C++ that does not compile.
     """
     masks = {id(step): block_mask(step.block_table, step.key_cache) for step in steps}
     attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
-    def form(step: Step) -> Tensor:
-        # Views are made outside of the graph: the template reads sizes of what a view is of.
+    def run(step: Step) -> Tensor:
+        # Views are made outside of the graph: the template reads sizes of their base.
         key, value = (heads_first(c, len(step.query)) for c in (step.key_cache, step.value_cache))
         query = step.query.unsqueeze(2)
         return attend(query, key, value, block_mask=masks[id(step)], enable_gqa=True).squeeze(2)
 
-    return form
+    return run
 
 
 def heads_first(cache: Tensor, requests: int) -> Tensor:

@@ -9,8 +9,8 @@
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 
 // Adds up all bytes of some blocks of two buffers, as floats, each thread a share of the table. The
-// next block is prefetched into a level of the caches while one is read: the fastest of the forms
-// that were tried, and which level is best depends on the processor.
+// next block is prefetched into a level of the caches while one is read: the fastest of the
+// variants that were tried; which level is best depends on the processor.
 template <int level>
 float read_blocks(const char* keys, const char* values, const int32_t* table, int64_t count,
                   int64_t bytes, int32_t threads) {
@@ -98,23 +98,23 @@ extern "C" int32_t multiply_add_pairs(int64_t steps, int32_t threads) {
 }
 #endif
 
-// The same of integers of 16 bits with codes of 8, as the kernel takes int8: in two digits of 8
-// bits, or widened.
+// The same of integers of 16 bits with codes of 8, as the kernel multiplies int8: split in two
+// bytes, or widened.
 #if defined(__AVX512VNNI__)
 extern "C" int32_t multiply_add_codes(int64_t steps, int32_t threads) {
-  const __m512i codes = _mm512_set1_epi32(0x01020304), digits = _mm512_set1_epi32(0x04030201);
+  const __m512i codes = _mm512_set1_epi32(0x01020304), bytes = _mm512_set1_epi32(0x04030201);
   repeat<__m512i>(steps, threads,
-                  [=](__m512i sum) { return _mm512_dpbusd_epi32(sum, codes, digits); });
+                  [=](__m512i sum) { return _mm512_dpbusd_epi32(sum, codes, bytes); });
   return 32;
 }
 #elif defined(__AVX2__)
 extern "C" int32_t multiply_add_codes(int64_t steps, int32_t threads) {
-  const __m256i codes = _mm256_set1_epi32(0x00010002), words = _mm256_set1_epi32(0x00030004);
+  const __m256i codes = _mm256_set1_epi32(0x00010002), int16s = _mm256_set1_epi32(0x00030004);
   repeat<__m256i>(steps, threads, [=](__m256i sum) {
     __m256i product;  // as written: GCC would make one for all sums
     asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
         : "+x"(sum), "=&x"(product)
-        : "x"(codes), "x"(words));
+        : "x"(codes), "x"(int16s));
     return sum;
   });
   return 16;

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 Groups = Mapping[str, Mapping[str, float]]
-"""Ratios by form, for each label."""
+"""Ratios by kernel, for each label."""
 
 
 def bars(path: Path, title: str, panels: Mapping[str, Groups]) -> None:
@@ -32,12 +32,12 @@ def bars(path: Path, title: str, panels: Mapping[str, Groups]) -> None:
 
 
 def panel(axes, name: str, groups: Groups) -> None:
-    """A bar for each form in each group."""
-    forms = [form for form in next(iter(groups.values())) if form != "read"]
-    width = 0.85 / len(forms)
-    for place, form in enumerate(forms):
+    """A bar per kernel in each group."""
+    kernels = [kernel for kernel in next(iter(groups.values())) if kernel != "read"]
+    width = 0.85 / len(kernels)
+    for place, kernel in enumerate(kernels):
         at = [group + place * width for group in range(len(groups))]
-        axes.bar(at, [ratios[form] for ratios in groups.values()], width, label=form)
+        axes.bar(at, [ratios[kernel] for ratios in groups.values()], width, label=kernel)
     centre = 0.425 - width / 2
     axes.set_xticks([group + centre for group in range(len(groups))], list(groups), fontsize=7)
     axes.axhline(1, color="gray", linestyle="--")

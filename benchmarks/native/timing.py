@@ -1,4 +1,4 @@
-"""Interleaved timing: every form once a round, medians over rounds."""
+"""Interleaved timing: every call once per round, medians over rounds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 
 
-def medians(forms: Mapping[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each form; a form is called with the number of its round."""
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for form in forms.values():
-        form(0)  # compiles, allocates
+def medians(calls: Mapping[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
+    """Returns the median seconds of each call; passes the number of the round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call(0)  # compiles, allocates
     for number in range(rounds):
-        for name, form in forms.items():
+        for name, call in calls.items():
             started = time.perf_counter()
-            form(number)
+            call(number)
             times[name].append(time.perf_counter() - started)
     return {name: statistics.median(spent) for name, spent in times.items()}

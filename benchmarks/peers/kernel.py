@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from native import forms
+from native import baselines
 from native.limits import LEVELS, Limits
 from native.scene import Scene, Step
 from native.timing import medians
@@ -67,7 +67,7 @@ def prefill(scene: Scene, theirs: VllmAttention | None, rounds: int) -> Iterator
         steps = scene.steps(queries, lengths, 1) * (rounds + 1)
         runs = _kernels(steps, theirs)
         if len(queries) == 1:
-            runs["sdpa"] = forms.causal_sdpa(steps[0])
+            runs["sdpa"] = baselines.causal_sdpa(steps[0])
         found = medians(runs, rounds)
         rates = (
             f"{steps[0].flops / found[each] / 1e9:9.0f}" if each in found else f"{'-':>9}"
@@ -77,10 +77,10 @@ def prefill(scene: Scene, theirs: VllmAttention | None, rounds: int) -> Iterator
 
 
 def _kernels(steps: list[Step], theirs: VllmAttention | None) -> dict[str, Run]:
-    runs: dict[str, Run] = {"ours": lambda i: forms.native(steps[i])}
+    runs: dict[str, Run] = {"ours": lambda i: baselines.native(steps[i])}
     if theirs is not None:
         runs["vllm"] = run = theirs.form(steps)
-        torch.testing.assert_close(run(0), forms.native(steps[0]), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(run(0), baselines.native(steps[0]), atol=2e-2, rtol=2e-2)
     return runs
 
 

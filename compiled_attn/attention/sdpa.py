@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_attn.arguments import FLOATS
 from compiled_attn.attention.nonfinite import for_added_mask
 from compiled_attn.attention.state import FMIN, PartialAttention, has_no_queries, of_no_queries
-from compiled_attn.ops.choose import AttentionTraits
+from compiled_attn.ops.traits import AttentionTraits
 
 __all__ = ["SdpaKernel"]
 

@@ -36,8 +36,8 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
     yield "torch features", _features(report.torch_features)
     yield "kernel", _kernel(report)
     yield "ranks", str(report.ranks)
-    if forms := report.kernel_notes.get("forms"):
-        yield "fastest here", forms
+    if tuning := report.kernel_notes.get("tuning"):
+        yield "kernel tuning", tuning
     loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""
     if size := report.kv_cache:
         yield "KV cache", _cache(size)

@@ -15,7 +15,7 @@ from compiled_attn.errors import NativeUnavailable
 from compiled_attn.models.packed import packable
 from compiled_attn.ops import load
 from compiled_attn.ops.cpu.calibration import calibrate
-from compiled_attn.ops.cpu.forms import Chosen
+from compiled_attn.ops.cpu.kernel_tuning import TuningResult
 from compiled_attn.ops.tuning import FLOAT32, HALVES, ONEDNN, Tuning, onednn_sizes, tuning
 from graphs.backends.onednn_linear import for_cpu
 
@@ -23,7 +23,7 @@ __all__ = ["run_tune"]
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Measures forms of the kernels and a model's linear layers in both dtypes, and prints both.
+    """Measures kernel tunings and a model's linear layers in both dtypes, and prints both.
 
     Raises:
         UserError: there is no such model, or no native kernel here.
@@ -36,7 +36,7 @@ def run_tune(options: TuneOptions) -> int:
         tuned = tuning()
     except NativeUnavailable as error:
         raise UserError(str(error)) from error
-    chosen = _calibrated()
+    result = _calibrated()
     tuned.forget()
     for typed in (model.bfloat16, model.float):
         for weight in packable(typed()):
@@ -44,26 +44,26 @@ def run_tune(options: TuneOptions) -> int:
     if for_cpu():
         onednn_sizes(model, tuned)
     console = Console()
-    if chosen is not None:
-        console.print(_of_forms(chosen))
-        console.print(f"taken: {chosen.forms}", soft_wrap=True, highlight=False)
+    if result is not None:
+        console.print(_kernel_table(result))
+        console.print(f"selected: {result.tuning}", soft_wrap=True, highlight=False)
     console.print(_of_layers(tuned))
     kept = f"kept in {tuned.file}" if tuned.file else "kept nowhere: the folder cannot be written"
     console.print(kept, soft_wrap=True, highlight=False)
     return 0
 
 
-def _calibrated() -> Chosen | None:
+def _calibrated() -> TuningResult | None:
     ops = load()
     return calibrate(ops.build.library, ops.isa, torch.ops.compiled_attn) if ops.build else None
 
 
-def _of_forms(chosen: Chosen) -> Table:
-    table = Table(title="forms of the kernels", title_justify="left")
-    table.add_column("form")
+def _kernel_table(result: TuningResult) -> Table:
+    table = Table(title="kernel tuning", title_justify="left")
+    table.add_column("setting")
     table.add_column("over the best guess", justify="right")
-    for form, ratio in chosen.ratios.items():
-        table.add_row(form, f"{ratio:.2f}")
+    for setting, ratio in result.ratios.items():
+        table.add_row(setting, f"{ratio:.2f}")
     return table
 
 

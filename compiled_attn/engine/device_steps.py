@@ -18,7 +18,7 @@ from compiled_attn.engine.sampling_rows import SamplingRows
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
 from compiled_attn.models.hf import PagedCausalLM
-from compiled_attn.ops.drawn_tokens import drawn, likely
+from compiled_attn.ops.sampling import greedy, sample
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
 from graphs.backends.eager import EagerBackend
 from graphs.capture.contract import CaptureSpec
@@ -36,7 +36,7 @@ class NextTokens(nn.Module):
         - last: ``[most rows]`` int64, the tokens of the last step
         - rows: ``[T]`` int64, for each token its row in ``last``; -1: its id is known
         - forward(last, rows, fields of a batch) -> logits ``[L, vocab]`` and tokens ``[L]`` int64,
-          see `ops.drawn_tokens.likely`
+          see `ops.sampling.greedy`
     """
 
     def __init__(self, model: PagedCausalLM) -> None:
@@ -50,7 +50,7 @@ class NextTokens(nn.Module):
         # A row without a token has failed, but may have been launched ahead once more.
         before = last[rows.clamp_min(0)].clamp_min(0)
         logits = self.model(torch.where(rows < 0, input_ids, before), *inputs)
-        return logits, likely(logits)
+        return logits, greedy(logits)
 
 
 class DeviceSteps:
@@ -83,7 +83,7 @@ class DeviceSteps:
         self._row_before: Mapping[RequestState, int] = {}
         logits = weight.new_zeros(most, self._vocab, dtype=model.logits_dtype)
         self._sampler = WarmupManager(
-            drawn,
+            sample,
             explicit(["rows"], sorted(set(self._rows.values()))),
             lambda bucket: _sampler_inputs(logits[: bucket["rows"]]),
             backend=_spec_for_sampling(spec),
@@ -159,4 +159,4 @@ def _rows_before(step: ScheduledStep, rows: Mapping[RequestState, int], size: in
 
 def _sampler_inputs(logits: Tensor) -> list[Tensor]:
     settings = SamplingRows.padding(len(logits))
-    return [logits, likely(logits), *(each.to(logits.device) for each in settings)]
+    return [logits, greedy(logits), *(each.to(logits.device) for each in settings)]

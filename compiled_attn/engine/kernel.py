@@ -66,8 +66,8 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
         ops = load()
         if ops.build is not None:
             notes = {"native": str(ops.build)}
-            if ops.chosen is not None:
-                notes["forms"] = str(ops.chosen.forms)
+            if ops.tuning is not None:
+                notes["tuning"] = str(ops.tuning.tuning)
             return ChosenKernel("native", notes)
         lacks = ops.why_not_native or "not built"
         if config.strict:

@@ -26,7 +26,7 @@ from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.models.adapters import unwrapped
 from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.ops import load
-from compiled_attn.ops.joined import JoinedLayers
+from compiled_attn.ops.fusion import FuseLinears
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
 from compiled_attn.step import BatchBuilder, RequestTable
@@ -128,9 +128,9 @@ class LocalExecutor:
         self._replays: Replays | None = None
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
             return {}
-        joined = {"post_grad_custom_pre_pass": JoinedLayers()} if self.module.packed else {}
-        player = load().player()
-        self._replays = Replays(player, verify=True) if player else None
+        joined = {"post_grad_custom_pre_pass": FuseLinears()} if self.module.packed else {}
+        replayer = load().replayer()
+        self._replays = Replays(replayer, verify=True) if replayer else None
         replayed = {"replays": self._replays}
         if self.kernel.name != "native" or not for_cpu():
             # Measured sizes are cached with the kernels; stored graphs need them at each start.

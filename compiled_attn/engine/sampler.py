@@ -20,7 +20,7 @@ from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.sampling_rows import SamplingRows
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.ops import load
-from compiled_attn.ops.drawn_tokens import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
+from compiled_attn.ops.sampling import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
 
 __all__ = [
     "NOT_FINITE",
@@ -186,7 +186,7 @@ def _greedy_rows(rows: int) -> SamplingRows:
 @cache
 def _op() -> Any:
     load()  # the same for all of a process
-    return torch.ops.compiled_attn.drawn_tokens
+    return torch.ops.compiled_attn.sample_tokens
 
 
 def _op_tokens(logits: Tensor, settings: SamplingRows) -> list[int]:

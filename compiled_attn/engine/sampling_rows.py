@@ -54,7 +54,7 @@ def _product(a: Words, b: np.uint64) -> tuple[Words, Words]:
 
 
 class SamplingRows(NamedTuple):
-    """The settings of the op ``drawn_tokens``, ``[R]`` each, see `ops.drawn_tokens.drawn`."""
+    """The settings of the op ``sample_tokens``, ``[R]`` each, see `ops.sampling.sample`."""
 
     temperature: Tensor
     top_k: Tensor

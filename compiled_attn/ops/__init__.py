@@ -6,8 +6,6 @@ from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.choose import (
     CHOICES,
-    AttentionTraits,
-    Implementation,
     KernelChoice,
     NativeKernel,
     as_int32,
@@ -21,6 +19,7 @@ from compiled_attn.ops.cpu.build import build, default_folder
 from compiled_attn.ops.cpu.isa import available_isas
 from compiled_attn.ops.paged_attention import NativeOps, load
 from compiled_attn.ops.rows import write_rows
+from compiled_attn.ops.traits import AttentionTraits, Implementation
 
 __all__ = [
     "CHOICES",

@@ -1,4 +1,4 @@
-"""One call of the op ``paged_attention``: its arguments."""
+"""The arguments of a call of the op ``paged_attention``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["NewTokens", "PagedCall"]
 
 
 class NewTokens(NamedTuple):
-    """What a call writes to the caches before it attends.
+    """New tokens, written to the caches before attention.
 
     Shape:
         - key: ``[T, Hk, D]`` in the query's dtype
         - value: ``[T, Hk, Dv]`` in the query's dtype
         - slot_mapping: ``[T]`` ints, slot ``block * block_size + offset`` of each token; padding
-          points into null block 0
+          points to null block 0
     """
 
     key: Tensor
@@ -29,7 +29,7 @@ class NewTokens(NamedTuple):
 class PagedCall(NamedTuple):
     """The arguments of `compiled_attn.ops.reference.paged_attention`, under the same names.
 
-    ``new``: tokens that are written first; None: the caches are only read.
+    ``new``: tokens written first; None: the caches are only read.
     """
 
     query: Tensor
@@ -61,7 +61,7 @@ class PagedCall(NamedTuple):
         new: NewTokens | None = None,
         **scoring: Any,
     ) -> PagedCall:
-        """The call with the arguments of the op; ``scoring``: those of `Scoring` beside a scale."""
+        """Builds a call from the op's arguments; ``scoring``: those of `Scoring` but the scale."""
         return cls(
             query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
             Scoring(scale, **scoring), causal, key_scale, value_scale, new,

@@ -1,4 +1,4 @@
-"""Checks of a call of the op in Python, for its reference; C++ has them in ``attention_op.h``."""
+"""Argument checks of the op's Python reference; those of C++ are in ``attention_op.h``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INT32, _FLOAT32 = (torch.int32,), (torch.float32,)
 
 
 def check(call: PagedCall) -> None:
-    """Raises KernelArgumentError unless shapes, dtypes, options and numbers of a call fit."""
+    """Raises KernelArgumentError unless shapes, dtypes, options and indices are valid."""
     check_shapes(call)
     if call.new is not None:
         _check_slots(call, call.new)
@@ -26,7 +26,7 @@ def check(call: PagedCall) -> None:
 
 
 def check_shapes(call: PagedCall) -> None:
-    """Raises KernelArgumentError unless shapes, dtypes and options fit; reads no tensor."""
+    """Raises KernelArgumentError unless shapes, dtypes and options are valid; reads no data."""
     _check_caches(call)
     _expect.tensor("block_table", call.block_table, "[R, W]", (None, None), _INT32, call.query)
     requests = call.block_table.shape[0]
@@ -101,9 +101,9 @@ def _check_new(call: PagedCall, new: NewTokens) -> None:
 
 def _check_slots(call: PagedCall, new: NewTokens) -> None:
     slots = call.key_cache.shape[0] * call.key_cache.shape[1]
-    lost = ((new.slot_mapping < 0) | (new.slot_mapping >= slots)).nonzero()
-    if lost.numel():
-        token = int(lost[0])
+    bad = ((new.slot_mapping < 0) | (new.slot_mapping >= slots)).nonzero()
+    if bad.numel():
+        token = int(bad[0])
         got, remedy = int(new.slot_mapping[token]), "padding points into block 0"
         _expect(False, f"slot_mapping[{token}] in 0..{slots - 1}", got, remedy)
 

@@ -1,14 +1,10 @@
-"""The one door to attention over pages: who serves a call, and why no other does, and the call.
-
-Unified attention, flash and paged come through it.
-"""
+"""Selects the kernel of a paged attention and calls it: for unified attention, flash and paged."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,14 +12,13 @@ from torch import Tensor
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops.call import PagedCall
-from compiled_attn.ops.paged_attention import NAMESPACE, load, refusing
+from compiled_attn.ops.paged_attention import NAMESPACE, call_op, load
+from compiled_attn.ops.traits import AttentionTraits, Implementation
 from compiled_attn.ops.triton.register import why_not as why_no_triton
 from graphs.torch_internals.dispatch import has_kernel
 
 __all__ = [
     "CHOICES",
-    "AttentionTraits",
-    "Implementation",
     "KernelChoice",
     "NativeKernel",
     "PortableKernel",
@@ -38,76 +33,21 @@ __all__ = [
 _INT32 = torch.iinfo(torch.int32)
 
 KernelChoice = Literal["auto", "native", "portable"]
-"""``native``: the op's kernel of the device (C++, Triton) or an error; ``portable``: plain torch;
-``auto``: native if it can."""
+"""``native``: the op's kernel for the device (C++, Triton) or an error; ``portable``: plain torch;
+``auto``: native if possible."""
 
 CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
-
-
-@dataclass(frozen=True)
-class AttentionTraits:
-    """The properties of an attention that decide who can serve it.
-
-    Attributes:
-        device: type of the device.
-        dtype: of the query.
-        cache_dtypes: of keys and of values.
-        head_dim: elements of a query head; None: any.
-        softcap: whether scores are capped.
-        alibi: axes of the ALiBi slopes: 0 none, 1 heads, 2 rows and heads.
-        window: tokens to the left and right of its own that a query sees; negative: all.
-        gradients: whether results are differentiated.
-        by_request: whether it is described request by request: tables, lengths, first rows.
-        by_parts: whether it is described as causal, shared and unique parts.
-        unit_stride: whether the last axis of both caches is dense.
-        left_pad: whether sequences begin behind a left pad.
-        layout: of the caches, see `compiled_attn.compat.paged.Layout`.
-        partitions: whether the results of partitions are asked for.
-        sinks: whether there are attention sinks.
-        value_dim: elements of a value head; None: any.
-        page: tokens of a block; None: any.
-    """
-
-    device: str
-    dtype: torch.dtype
-    cache_dtypes: tuple[torch.dtype, torch.dtype]
-    head_dim: int | None = None
-    softcap: bool = False
-    alibi: int = 0
-    window: tuple[int, int] = (-1, 0)
-    gradients: bool = False
-    by_request: bool = True
-    by_parts: bool = True
-    unit_stride: bool = True
-    left_pad: bool = False
-    layout: str = "NHD"
-    partitions: bool = False
-    sinks: bool = False
-    value_dim: int | None = None
-    page: int | None = None
-
-
-class Implementation(Protocol):
-    """One way to compute an attention."""
-
-    name: str
-
-    def supports(self, traits: AttentionTraits) -> str | None:
-        """None if it serves such an attention wherever it is available, else why not."""
-
-    def unavailable(self, traits: AttentionTraits) -> str | None:
-        """Why it cannot be had here for an attention that it supports, or None."""
 
 
 Chosen = TypeVar("Chosen", bound=Implementation)
 
 
-_default = functools.cache(load)  # the first call of a process decides for all
+_default = functools.cache(load)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unavailable() -> str | None:
-    """Why the ops are not native in this process, or None; builds them on the first call."""
+    """Returns why the ops are not native in this process, or None; builds them on first use."""
     return _default().why_not_native
 
 
@@ -118,10 +58,10 @@ class NativeKernel:
 
     def supports(self, traits: AttentionTraits) -> str | None:
         """See `Implementation`."""
-        return _lacks_form(traits) or _lacks_scores(traits) or _lacks_dtypes(traits)
+        return _lacks_metadata(traits) or _lacks_scores(traits) or _lacks_dtypes(traits)
 
     def unavailable(self, traits: AttentionTraits) -> str | None:
-        """See `Implementation`; builds the kernel for CPUs on the first call."""
+        """See `Implementation`; builds the CPU kernel on first use."""
         why: str | None = unavailable() if traits.device == "cpu" else None
         return why
 
@@ -144,11 +84,11 @@ _KERNELS: tuple[Implementation, ...] = (NativeKernel(), PortableKernel())
 
 
 def choose(traits: AttentionTraits, among: Sequence[Chosen]) -> Chosen:
-    """The first implementation that serves an attention; traceable.
+    """Returns the first implementation that can serve an attention; traceable.
 
     Raises:
-        KernelArgumentError: none supports it; the message says why of each.
-        NativeUnavailable: one supports it, but cannot be had here.
+        KernelArgumentError: none supports it; the message gives each one's reason.
+        NativeUnavailable: one supports it, but is not available here.
     """
     reasons: list[str] = []
     error: type[RuntimeError] = KernelArgumentError
@@ -166,18 +106,17 @@ def choose(traits: AttentionTraits, among: Sequence[Chosen]) -> Chosen:
 
 
 def _remedy(traits: AttentionTraits) -> str:
-    """What makes a call possible that no kernel of its choice serves."""
     if traits.by_parts:
-        return 'change the call, or take kernel="auto"'
+        return 'change the call, or pass kernel="auto"'
     ways = []
     if traits.gradients:
         ways.append("call it under torch.no_grad()")
     if traits.dtype == torch.float64:
         ways.append("cast query, key, value and the caches to float32")
     if not ways:
-        return 'change the call, or take kernel="auto"'
+        return 'change the call, or pass kernel="auto"'
     return (
-        f"{' and '.join(ways)}, or build metadata in parts (BatchBuilder.plan) and take "
+        f"{' and '.join(ways)}, or build metadata in parts (BatchBuilder.plan) and pass "
         'kernel="auto"'
     )
 
@@ -186,8 +125,8 @@ def chooses_native(kernel: KernelChoice, traits: AttentionTraits) -> bool:
     """Whether the native kernel serves an attention, else plain torch; traceable.
 
     Raises:
-        ValueError: there is no such choice.
-        KernelArgumentError, NativeUnavailable: nothing of that choice can, see `choose`.
+        ValueError: unknown choice.
+        KernelArgumentError, NativeUnavailable: no kernel of that choice can, see `choose`.
     """
     if kernel not in CHOICES:
         raise ValueError(f"expected a kernel of {CHOICES}, got {kernel!r}: choose one of these")
@@ -196,13 +135,13 @@ def chooses_native(kernel: KernelChoice, traits: AttentionTraits) -> bool:
 
 
 def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
-    """Out ``[T, H, Dv]`` and lse ``[T, H]`` of the op, for integers and strides of any kind.
+    """Calls the op, for any integer dtypes and strides: out ``[T, H, Dv]`` and lse ``[T, H]``.
 
-    The caches must have a last stride of 1: the op writes them where they are.
+    The last stride of the caches must be 1, since the op writes them in place.
 
     Raises:
-        KernelArgumentError: what does not fit, such as a block out of range; in a compiled or
-            captured graph of C++ a ``RuntimeError``.
+        KernelArgumentError: invalid arguments, such as a block out of range; a ``RuntimeError`` in
+            a compiled or captured graph that calls C++.
     """
     scoring = call.scoring
     slopes, sinks = scoring.alibi_slopes, scoring.sinks
@@ -220,11 +159,11 @@ def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
     query, caches = _dense_rows(call.query), (call.key_cache, call.value_cache)
     if call.new is None:
         op = torch.ops.compiled_attn.paged_attention
-        out, lse = refusing(op, query, *caches, *step, scoring.scale, **options)
+        out, lse = call_op(op, query, *caches, *step, scoring.scale, **options)
         return out, lse
     key, value, slots = call.new
     op = torch.ops.compiled_attn.paged_attention_
-    out, lse = refusing(
+    out, lse = call_op(
         op, query, _dense_rows(key), _dense_rows(value), *caches, slots.long().contiguous(), *step,
         scoring.scale, **options,
     )  # fmt: skip
@@ -232,7 +171,7 @@ def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
 
 
 def as_int32(ints: Tensor) -> Tensor:
-    """Block ids, lengths or offsets in int32; -1, which the op refuses, is what does not fit."""
+    """Casts block ids, lengths or offsets to int32; values out of range become -1, an error."""
     if ints.dtype == torch.int32:
         return ints
     if ints.dtype == torch.int64:
@@ -241,7 +180,6 @@ def as_int32(ints: Tensor) -> Tensor:
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
-    """The op walks along the last axis, and takes any other strides; vectors are dense."""
     return tensor if tensor.dim() > 1 and tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -250,11 +188,11 @@ def unit_strides(*caches: Tensor) -> bool:
     return all(cache.stride(-1) == 1 or cache.shape[-1] == 1 for cache in caches)
 
 
-def _lacks_form(traits: AttentionTraits) -> str | None:
+def _lacks_metadata(traits: AttentionTraits) -> str | None:
     if not traits.by_request:
-        return "takes metadata that is request by request"
+        return "takes metadata by request"
     if traits.partitions:
-        return "gives no partitions: take paged_attention_v1"
+        return "has no partitions: call paged_attention_v1"
     if traits.left_pad:
         return "has no left pad"
     if traits.gradients:
@@ -292,10 +230,9 @@ def _lacks_dtypes(traits: AttentionTraits) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _lacks_device(device: str) -> str | None:
-    """Why the op has no implementation for tensors of a type of device, or None."""
     if device == "cpu":
         return None
-    load()  # which defines it
+    load()  # defines the op
     if has_kernel(f"{NAMESPACE}::paged_attention", device):
         return None
     if device == "cuda":

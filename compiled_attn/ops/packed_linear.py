@@ -1,15 +1,13 @@
-"""The op ``packed_linear``: a linear layer whose weights lie in the order of their use.
+"""The op ``packed_linear``: a linear layer with weights packed in the order of their use.
 
-Sixteen outputs are a panel; within one, in bfloat16, pairs of inputs follow each other, and in a
-pair the outputs. That is what the dot products of AVX-512 (``vdpbf16ps``) and the tiles of AMX
-(``tdpbf16ps``) take as it is, so that weights are read once, in the order of their addresses, and
-nothing is rearranged. In float32 single inputs follow each other, for multiply-adds. vLLM and
-oneDNN pack weights for the same reason; here they take no more memory than before, see
-`compiled_attn.models.packed`.
+A panel is 16 outputs. In bfloat16 it holds pairs of inputs, each for all 16 outputs: operands of
+AVX-512 dot products (``vdpbf16ps``) and AMX tiles (``tdpbf16ps``) as they are, so weights are read
+once, in address order. In float32 it holds single inputs, for multiply-adds. Packed weights replace
+the originals, see `compiled_attn.models.packed`.
 
-Most models are published in bfloat16. Served in float32, the lower halves of their weights are
-zeros; the upper ones alone are read in half of the time, and give the same bits, or with tiles the
-same but for rounding.
+Most models are published in bfloat16, so in float32 the lower halves of their weights are zeros.
+Storing only the upper halves doubles the speed of reading, with the same bits (with AMX, the same
+but for rounding).
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ from torch.nn import functional
 
 __all__ = [
     "Packing",
-    "arranged",
+    "arrange",
     "as_int8",
     "as_packed",
     "can_pack",
     "can_quantise",
     "fake",
     "fake_all",
-    "fake_gated",
     "fake_rows",
+    "fake_swiglu",
     "halve",
     "has_halves",
     "is_packed",
@@ -39,16 +37,16 @@ __all__ = [
     "quantise",
     "reference",
     "reference_all",
-    "reference_gated",
+    "reference_swiglu",
     "rows",
     "unpack",
 ]
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
-_ROWS_AT_ONCE = 1024  # of a weight that is looked at
-_GREATEST = 127.0
-_TOGETHER = {  # inputs of an output
+_ROWS_AT_ONCE = 1024  # bounds temporary memory
+_MAX_CODE = 127.0
+_GROUP = {  # adjacent inputs of an output
     torch.bfloat16: 2,
     torch.int8: 2,
     torch.int16: 2,
@@ -56,11 +54,11 @@ _TOGETHER = {  # inputs of an output
 }
 
 Packing = Literal["packed", "halves", "int8"]
-"""How a weight is kept: of its dtype, as upper halves of float32, or quantised."""
+"""How a weight is stored: in its dtype, as upper halves of float32, or as int8."""
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether ``weight [N, K]`` has the dtype and the sizes of the op: whole tiles on the CPU."""
+    """Whether the op supports ``weight [N, K]``: whole tiles of bfloat16 or float32 on the CPU."""
     return (
         weight.dtype in (torch.bfloat16, torch.float32)
         and weight.device.type == "cpu"
@@ -72,12 +70,12 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def can_quantise(weight: Tensor) -> bool:
-    """Whether it can be packed in int8, of which the op computes in bfloat16."""
+    """Whether a weight can be packed as int8: the op then computes in bfloat16."""
     return weight.dtype is torch.bfloat16 and can_pack(weight)
 
 
 def has_halves(weight: Tensor) -> bool:
-    """Whether a weight that can be packed is float32 whose lower halves are zeros."""
+    """Whether a weight can be packed, is float32, and bfloat16 represents it exactly."""
     if not can_pack(weight) or weight.dtype is not torch.float32:
         return False
     bits = weight.detach().view(torch.int32)
@@ -85,28 +83,28 @@ def has_halves(weight: Tensor) -> bool:
 
 
 def as_packed(weight: Tensor) -> Packing | None:
-    """All weights that can be packed, of their dtype."""
+    """Selects the packing of all weights that can be packed, in their dtype."""
     return "packed" if can_pack(weight) else None
 
 
 def as_int8(weight: Tensor) -> Packing | None:
-    """All weights that can be int8."""
+    """Selects the packing of all weights that can be int8."""
     return "int8" if can_quantise(weight) else None
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Whether a weight has the order of its dtype, and has not been cast since."""
-    return weight.dim() == 4 and weight.shape[-1] == _TOGETHER.get(weight.dtype)
+    """Whether a weight is packed, and has not been cast since."""
+    return weight.dim() == 4 and weight.shape[-1] == _GROUP.get(weight.dtype)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """``weight [N, K]`` in the order of the op: a copy.
+    """Packs ``weight [N, K]``.
 
     Returns:
         ``[N / 16, K / 2, 16, 2]`` of bfloat16, ``[N / 16, K, 16, 1]`` of float32.
 
     Raises:
-        ValueError: the op does not take such a weight, see `can_pack`.
+        ValueError: unsupported weight, see `can_pack`.
     """
     if not can_pack(weight):
         raise ValueError(
@@ -114,81 +112,76 @@ def pack(weight: Tensor) -> Tensor:
             f"N % {_PANEL} == 0 and K % {_INPUTS} == 0, got {weight.dtype} {[*weight.shape]} "
             f"on {weight.device}: leave it as it is"
         )
-    return arranged(weight, _TOGETHER[weight.dtype])
+    return arrange(weight, _GROUP[weight.dtype])
 
 
 def halve(weight: Tensor) -> Tensor:
-    """The upper halves of ``weight [N, K]`` float32 in the order of the op: a copy.
+    """Packs the upper halves of ``weight [N, K]`` float32.
 
     Returns:
-        ``[N / 16, K / 2, 16, 2]`` int16, of which `unpack` gives the very weight back.
+        ``[N / 16, K / 2, 16, 2]`` int16, which `unpack` restores exactly.
 
     Raises:
         ValueError: the lower halves are not zeros, see `has_halves`.
     """
     if not has_halves(weight):
         raise ValueError(
-            "expected a float32 weight that can be packed and that bfloat16 holds exactly, got "
-            f"{weight.dtype} {[*weight.shape]} that is another: pack it as it is"
+            "expected a float32 weight that can be packed and that is exact in bfloat16, got "
+            f"{weight.dtype} {[*weight.shape]} that is not: pack it in its dtype"
         )
     upper = weight.view(torch.int32) >> 16
-    return arranged(upper.to(torch.int16), _TOGETHER[torch.int16])
+    return arrange(upper.to(torch.int16), _GROUP[torch.int16])
 
 
-def arranged(weight: Tensor, together: int) -> Tensor:
-    """``weight [N, K]`` of any dtype in that order, ``[N / 16, K / together, 16, together]``."""
+def arrange(weight: Tensor, group: int) -> Tensor:
+    """Reorders ``weight [N, K]`` of any dtype to ``[N / 16, K / group, 16, group]``."""
     outputs, inputs = weight.shape
-    tiles = weight.reshape(outputs // _PANEL, _PANEL, inputs // together, together)
+    tiles = weight.reshape(outputs // _PANEL, _PANEL, inputs // group, group)
     return tiles.transpose(1, 2).contiguous()
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight [N, K]`` in int8, symmetric, with a scale for each output.
-
-    The greatest of an output becomes 127, the others are rounded to nearest.
+    """Packs ``weight [N, K]`` as symmetric int8 with a scale per output, rounded to nearest.
 
     Returns:
-        ``[N / 16, K / 2, 16, 2]`` int8 in the order of the op, and ``scale [N]`` float32.
+        ``[N / 16, K / 2, 16, 2]`` int8 and ``scale [N]`` float32.
     """
     wide = weight.float()
-    scale = wide.abs().amax(1) / _GREATEST
+    scale = wide.abs().amax(1) / _MAX_CODE
     codes = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
-    return arranged(codes.to(torch.int8), _TOGETHER[torch.int8]), scale
+    return arrange(codes.to(torch.int8), _GROUP[torch.int8]), scale
 
 
 def unpack(weight: Tensor) -> Tensor:
-    """The weight ``[N, K]`` that ``weight [N / 16, K / 2, 16, 2]`` was packed from: a copy.
-
-    So it is of ``[N / 16, K, 16, 1]``. Of halves it is float32, of int8 the codes.
-    """
-    panels, groups, _, together = weight.shape
-    return _whole(weight.transpose(1, 2).reshape(panels * _PANEL, together * groups))
+    """Restores ``[N, K]`` from a packed weight: float32 from upper halves, codes from int8."""
+    panels, groups, _, group = weight.shape
+    return _widen(weight.transpose(1, 2).reshape(panels * _PANEL, group * groups))
 
 
-def _whole(weight: Tensor) -> Tensor:
-    """Floats of halves, and anything else as it is."""
+def _widen(weight: Tensor) -> Tensor:
+    """Upper halves to float32; others unchanged."""
     return weight.view(torch.bfloat16).float() if weight.dtype is torch.int16 else weight
 
 
 def rows(weight: Tensor, ids: Tensor) -> Tensor:
-    """Rows ``ids [...]`` of what was packed, ``[..., K]``: an embedding that a head shares."""
-    return _whole(weight[ids // _PANEL, :, ids % _PANEL].flatten(-2))
+    """Gathers rows ``ids [...]`` of a packed weight -> ``[..., K]``: for tied embeddings."""
+    return _widen(weight[ids // _PANEL, :, ids % _PANEL].flatten(-2))
 
 
 def reference(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """``(input @ unpack(weight).T) * scale + bias``, sums in float32, rounded once.
+    """Computes ``(input @ unpack(weight).T) * scale + bias`` in float32, rounded once.
 
     Args:
         input: ``[M, K]`` bfloat16 or float32, rows of any stride.
-        weight: of that dtype, of `pack`; or under an input of bfloat16 int8, of `quantise`; or
-            under one of float32 int16, of `halve`.
-        bias: ``[N]`` of the input's dtype.
-        scale: ``[N]`` float32, of `quantise`; None for a weight of `pack`.
+        weight: from `pack` in the same dtype, from `quantise` for bfloat16 inputs, or from `halve`
+            for float32 inputs.
+        bias: ``[N]`` in the input's dtype.
+        scale: ``[N]`` float32 from `quantise`, else None.
 
     Returns:
-        ``[M, N]`` of the input's dtype.
+        ``[M, N]`` in the input's dtype.
     """
     sums = functional.linear(input.float(), unpack(weight).float())
     if scale is not None:
@@ -201,51 +194,51 @@ def reference(
 def fake(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """The result's shape."""
+    """Returns an empty result."""
     return input.new_empty(input.shape[0], weight.shape[0] * _PANEL)
 
 
 def reference_all(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> list[Tensor]:
-    """`reference` for each of some layers of one input; ``biases``, ``scales``: of all or none."""
+    """`reference` for each layer; ``biases`` and ``scales``: one per layer, or none."""
     return [reference(input, *layer) for layer in _layers(weights, biases, scales)]
 
 
 def fake_all(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The results' shapes."""
+    """Returns empty results."""
     return [fake(input, *layer) for layer in _layers(weights, biases, scales)]
 
 
-def reference_gated(
+def reference_swiglu(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> Tensor:
-    """``silu(gate) * up`` of two layers of one input (SwiGLU, Shazeer 2020), rounded once more.
+    """``silu(gate) * up`` (SwiGLU, Shazeer 2020), rounded once more.
 
     Raises:
-        ValueError: they are not two, or differ in their outputs.
+        ValueError: not two layers, or different numbers of outputs.
     """
-    _check_gated(weights)
+    _check_swiglu(weights)
     gate, up = reference_all(input, weights, biases, scales)
     return (functional.silu(gate.float()) * up.float()).to(input.dtype)
 
 
-def fake_gated(
+def fake_swiglu(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> Tensor:
-    """The result's shape."""
-    _check_gated(weights)
+    """Returns an empty result."""
+    _check_swiglu(weights)
     return fake(input, weights[0])
 
 
-def _check_gated(weights: Sequence[Tensor]) -> None:
+def _check_swiglu(weights: Sequence[Tensor]) -> None:
     outputs = [weight.shape[0] * _PANEL for weight in weights]
     if len(outputs) != 2 or outputs[0] != outputs[1]:
         raise ValueError(
-            "packed_gated: expected weights of two layers with as many outputs each, got "
-            f"{outputs}: pass the gate, then what it is for"
+            "packed_swiglu: expected the weights of gate and up, with as many outputs each, got "
+            f"{outputs}: pass [gate, up]"
         )
 
 
@@ -255,5 +248,5 @@ def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:
 
 
 def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:
-    """The shape of `rows`."""
-    return _whole(weight.new_empty(ids.shape[0], weight.shape[1] * weight.shape[3]))
+    """Returns an empty result of `rows`."""
+    return _widen(weight.new_empty(ids.shape[0], weight.shape[1] * weight.shape[3]))

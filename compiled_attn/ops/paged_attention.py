@@ -1,9 +1,9 @@
-"""The ops ``paged_attention``, ``packed_linear``, ``drawn_tokens`` and what goes with them.
+"""Loads and registers the ops: ``paged_attention``, ``packed_linear``, ``sample_tokens``.
 
-`load` gives torch one implementation of them a process: C++ for this processor, prebuilt in a wheel
-or built on first use, or else the Python reference; and for CUDA tensors, where there is Triton,
-that of `compiled_attn.ops.triton`. A variant that is asked for by name (another instruction set, a
-debug build) has ops in a namespace of its own, so that variants can be compared in one process.
+`load` registers one implementation per process: C++ for this processor, prebuilt in a wheel or
+built on first use, or else the Python reference; for CUDA tensors `compiled_attn.ops.triton`. A
+named variant (another instruction set, a debug build) registers its ops in its own namespace, so
+that variants can be compared in one process.
 """
 
 from __future__ import annotations
@@ -20,40 +20,39 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops import drawn_tokens, packed_linear, reference
+from compiled_attn.ops import packed_linear, reference, sampling
 from compiled_attn.ops.cpu.build import Build, build
-from compiled_attn.ops.cpu.calibration import settle
-from compiled_attn.ops.cpu.forms import Chosen
-from compiled_attn.ops.cpu.isa import ask_permission, available_isas
-from compiled_attn.ops.cpu.player import NativePlayer
+from compiled_attn.ops.cpu.calibration import load_or_calibrate
+from compiled_attn.ops.cpu.isa import available_isas, request_permission
+from compiled_attn.ops.cpu.kernel_tuning import TuningResult
 from compiled_attn.ops.cpu.prebuilt import prebuilt
+from compiled_attn.ops.cpu.replayer import NativeReplayer
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 
-__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "refusing"]
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "call_op", "load"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
 
-_REFUSAL = re.compile(r"paged_attention_?: expected ")
-"""How C++ begins what it refuses (``arguments.h``)."""
+# Argument errors of C++ begin like this (``arguments.h``).
+_ARGUMENT_ERROR = re.compile(r"paged_attention_?: expected ")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class NativeOps:
-    """An implementation of the ops; arguments are those of `reference.paged_attention`.
+    """An implementation of the ops.
 
     Attributes:
-        namespace: of the ops, below ``torch.ops``.
+        namespace: namespace of the ops, below ``torch.ops``.
         isa: instruction set, or "reference" for Python.
         build: the library; None for Python.
-        why_not_native: why Python serves; None where it does not, or was asked for.
-        why_not_best: why ``isa`` is not the best that this processor has; None where it is, or was
-            asked for, or Python serves.
-        chosen: the forms that the kernels take, as measured; None for Python, and for a variant,
-            which takes the best guess.
+        why_not_native: why Python is used; None if it is not, or was requested.
+        why_not_best: why ``isa`` is not the processor's best; None if it is, or was requested, or
+            Python is used.
+        tuning: the measured kernel tuning; None for Python, and for variants, which use defaults.
     """
 
     namespace: str
@@ -61,22 +60,22 @@ class NativeOps:
     build: Build | None = None
     why_not_native: str | None = None
     why_not_best: str | None = None
-    chosen: Chosen | None = None
+    tuning: TuningResult | None = None
 
-    def player(self) -> NativePlayer | None:
-        """Plays tapes of graphs that call these ops; None for Python."""
-        return NativePlayer(self.build.library, self.namespace) if self.build else None
+    def replayer(self) -> NativeReplayer | None:
+        """Returns the replayer of graphs that call these ops; None for Python."""
+        return NativeReplayer(self.build.library, self.namespace) if self.build else None
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention`."""
         op = getattr(torch.ops, self.namespace).paged_attention
-        out, lse = refusing(op, *args, **kwargs)
+        out, lse = call_op(op, *args, **kwargs)
         return out, lse
 
     def paged_attention_(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention_`."""
         op = getattr(torch.ops, self.namespace).paged_attention_
-        out, lse = refusing(op, *args, **kwargs)
+        out, lse = call_op(op, *args, **kwargs)
         return out, lse
 
     def packed_linear(
@@ -102,37 +101,37 @@ class NativeOps:
         out: list[Tensor] = op(input, weights, biases, scales)
         return out
 
-    def packed_gated(
+    def packed_swiglu(
         self,
         input: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor] = (),
         scales: Sequence[Tensor] = (),
     ) -> Tensor:
-        """See `packed_linear.reference_gated`."""
-        op = getattr(torch.ops, self.namespace).packed_gated
+        """See `packed_linear.reference_swiglu`."""
+        op = getattr(torch.ops, self.namespace).packed_swiglu
         out: Tensor = op(input, weights, biases, scales)
         return out
 
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """See `packed_linear.rows`; ids ``[n]``; one out of range is an error."""
+        """See `packed_linear.rows`; ids ``[n]`` out of range are errors."""
         out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
         return out
 
-    def drawn_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
-        """See `drawn_tokens.reference`; native, it may be `drawn_tokens.UNDECIDED`."""
-        out: Tensor = getattr(torch.ops, self.namespace).drawn_tokens(logits, *settings)
+    def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
+        """See `sampling.reference`; native results may be `sampling.UNDECIDED`."""
+        out: Tensor = getattr(torch.ops, self.namespace).sample_tokens(logits, *settings)
         return out
 
 
-def refusing(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What an op returns; what its C++, which has only ``RuntimeError``, refuses is a
-    KernelArgumentError as in Python. A graph that calls the op by itself still raises the former.
+def call_op(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls an op; argument errors of C++, which only has ``RuntimeError``, become
+    KernelArgumentError. Graphs that call the op directly still raise ``RuntimeError``.
     """
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        if isinstance(error, KernelArgumentError) or not _REFUSAL.match(str(error)):
+        if isinstance(error, KernelArgumentError) or not _ARGUMENT_ERROR.match(str(error)):
             raise
         raise KernelArgumentError(str(error)) from None
 
@@ -146,23 +145,22 @@ def load(
     plain_tiles: bool = False,
     folder: Path | None = None,
 ) -> NativeOps:
-    """Builds the kernels if they are not in the cache, loads them, and registers the ops.
+    """Builds the kernels if they are not cached, loads them, and registers the ops.
 
-    The first call of a process decides for all: later ones return the same ops. Threads may call it
-    at the same time.
+    Later calls of a process return the same ops. Thread-safe.
 
     Args:
         isa: one of `isa.ISAS`, or "reference". None: the best that this processor has and that can
-            be built; a step down is logged.
-        strict: an error where the kernels cannot be built; otherwise Python serves, which is logged
-            once. A variant that is asked for by name is always strict.
+            be built; anything less is logged.
+        strict: raise if the kernels cannot be built; otherwise uses Python, and logs it once.
+            Named variants are always strict.
         debug: symbols, no optimisation, checks in the kernels.
         sanitize: sanitizers to build with; their runtime must be preloaded.
-        plain_tiles: products of tiles in plain C++, as AMX would give them.
-        folder: where libraries are kept, see `build.build`.
+        plain_tiles: emulates AMX in plain C++.
+        folder: cache of libraries, see `build.build`.
 
     Raises:
-        NativeUnavailable: there is no compiler, it fails, or the folder is not safe (strict, or a
+        NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict or a
             variant).
     """
     return _LOADER.load(isa, strict, _Variant(debug, tuple(sanitize), plain_tiles), folder)
@@ -175,13 +173,13 @@ class _Variant:
     plain_tiles: bool
 
     def words(self) -> list[str]:
-        """The words of its namespace."""
+        """Returns the suffixes of its namespace."""
         flags = {"debug": self.debug, "plain_tiles": self.plain_tiles}
         return [*(word for word, is_set in flags.items() if is_set), *self.sanitize]
 
 
 class _Loader:
-    """What was registered in this process: torch keeps one op a name, and so must we."""
+    """The ops registered in this process: torch allows one per name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -215,7 +213,7 @@ class _Loader:
         folder: Path | None,
     ) -> NativeOps:
         fragment = torch.library.Library(namespace, "FRAGMENT")
-        self._libraries.append(fragment)  # what it registers lives as long as it does
+        self._libraries.append(fragment)  # registrations live as long as it does
         ops = NativeOps(namespace, REFERENCE)
         if isa != REFERENCE:
             try:
@@ -229,8 +227,8 @@ class _Loader:
         if ops.isa == REFERENCE:
             _define_in_python(fragment)
         elif namespace == NAMESPACE and ops.build is not None:
-            chosen = settle(ops.build.library, ops.isa, getattr(torch.ops, namespace))
-            ops = replace(ops, chosen=chosen)
+            native = getattr(torch.ops, namespace)
+            ops = replace(ops, tuning=load_or_calibrate(ops.build.library, ops.isa, native))
         if namespace == NAMESPACE and why_not() is None:
             register(fragment)
         for name, fake in _FAKES.items():
@@ -244,34 +242,32 @@ _LOADER = _Loader()
 def _first_that_builds(
     isas: Sequence[str], namespace: str, variant: _Variant, folder: Path | None
 ) -> NativeOps:
-    """Builds and loads the first instruction set that can be.
-
-    An old compiler may not know the best one of a new processor, nor an old system its registers.
+    """Builds and loads the first instruction set that compiler and system support.
 
     Raises:
-        NativeUnavailable: none can be; it is the error of the first.
+        NativeUnavailable: none; the error of the first.
     """
     first: Exception | None = None
     for isa in isas:
         try:
-            ask_permission(isa)
-            made = _loaded(isa, namespace, variant, folder)
+            request_permission(isa)
+            build = _load_library(isa, namespace, variant, folder)
         except (NativeUnavailable, OSError) as error:
             first = first or error
             continue
         if first is None:
-            return NativeOps(namespace, isa, made)
+            return NativeOps(namespace, isa, build)
         _log.warning("the native kernel is built for %s, not for %s: %s", isa, isas[0], first)
-        return NativeOps(namespace, isa, made, why_not_best=str(first))
+        return NativeOps(namespace, isa, build, why_not_best=str(first))
     raise NativeUnavailable(str(first)) from first
 
 
-def _loaded(isa: str, namespace: str, variant: _Variant, folder: Path | None) -> Build:
-    """The library that came with the wheel, or else one that is built here; loaded.
+def _load_library(isa: str, namespace: str, variant: _Variant, folder: Path | None) -> Build:
+    """Loads the wheel's library, or else builds one.
 
     Raises:
-        NativeUnavailable: it cannot be built.
-        OSError: it cannot be loaded.
+        NativeUnavailable: the build fails.
+        OSError: the library does not load.
     """
     ready = prebuilt(isa, folder) if namespace == NAMESPACE else None
     if ready is not None:
@@ -279,8 +275,8 @@ def _loaded(isa: str, namespace: str, variant: _Variant, folder: Path | None) ->
             torch.ops.load_library(str(ready.library))
         except OSError as error:
             _log.warning(
-                "the prebuilt kernel for %s does not load in torch %s, so it is built from source: "
-                "%s", isa, torch.__version__, error,
+                "building the kernel from source: the prebuilt one for %s fails to load in torch "
+                "%s: %s", isa, torch.__version__, error,
             )  # fmt: skip
         else:
             return ready
@@ -310,16 +306,16 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention_": reference.paged_attention_,
     "packed_linear": packed_linear.reference,
     "packed_linears": packed_linear.reference_all,
-    "packed_gated": packed_linear.reference_gated,
+    "packed_swiglu": packed_linear.reference_swiglu,
     "packed_rows": packed_linear.rows,
-    "drawn_tokens": drawn_tokens.reference,
+    "sample_tokens": sampling.reference,
 }
 _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake,
     "paged_attention_": _fake_write,
     "packed_linear": packed_linear.fake,
     "packed_linears": packed_linear.fake_all,
-    "packed_gated": packed_linear.fake_gated,
+    "packed_swiglu": packed_linear.fake_swiglu,
     "packed_rows": packed_linear.fake_rows,
-    "drawn_tokens": drawn_tokens.fake,
+    "sample_tokens": sampling.fake,
 }

@@ -1,6 +1,6 @@
-"""The definition of the ops `paged_attention` and `paged_attention_`: request by request, in torch.
+"""The reference of `paged_attention` and `paged_attention_`: request by request, in torch.
 
-The oracle of the C++ kernels, and the implementation of the ops where none can be built.
+Tests compare all kernels with it; it also implements the ops where no kernel can be built.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def paged_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attends the tokens of any mix of requests to their keys and values in a paged cache.
+    """Computes the attention of any mix of requests over a paged cache.
 
-    Row i of a request's n query rows stands at position ``seq_lens - n + i`` and sees the keys up
-    to its own position; one that stands before position 0 sees nothing. A score is ``scale * q .
-    k``, capped, and raised by ALiBi, in this order; its softmax is taken in float32 at least.
+    Row i of a request's n query rows has position ``seq_lens - n + i`` and sees the keys up to its
+    own position; a row before position 0 sees nothing. Scores are ``scale * q . k``, capped, plus
+    ALiBi, in this order; the softmax is computed in float32 or more.
 
     Args:
         query: ``[T, H, D]``, float32, bfloat16, float16 (the reference: also float64); last stride
@@ -54,26 +54,26 @@ def paged_attention(
             reads KV head ``h // (H // Hk)``.
         value_cache: ``[num_blocks, block_size, Hk, Dv]``; may be a view of ``key_cache``.
         block_table: ``[R, W]`` int32. Only the first ``ceil(seq_len / block_size)`` entries of a
-            row are looked at.
-        seq_lens: ``[R]`` int32, keys of each request, those of this step included; 0 for padding.
-        query_start_loc: ``[R + 1]`` int32; request r has the query rows ``query_start_loc[r] ..
-            query_start_loc[r + 1]``.
+            row are read.
+        seq_lens: ``[R]`` int32, keys of each request including this step's; 0 for padding.
+        query_start_loc: ``[R + 1]`` int32; request r has the query rows ``query_start_loc[r]`` to
+            ``query_start_loc[r + 1]``.
         scale: factor of the scores, usually ``D ** -0.5``.
         causal: False: every row sees all keys of its request.
-        window: keys that a row sees, its own included; only if causal. None: all before it.
+        window: keys that a row sees, including its own; only if causal. None: no limit.
         softcap: cap c of ``c * tanh(score / c)``.
-        alibi_slopes: ``[H]`` float32; a score gains ``slope * (key position - query position)``.
+        alibi_slopes: ``[H]`` float32; adds ``slope * (key position - query position)``.
         sinks: ``[H]`` float32, score of an extra key without a value.
-        key_scale, value_scale: ``[num_blocks, block_size, Hk]`` float32, what an element of an int8
-            or fp8 cache is multiplied by.
+        key_scale, value_scale: ``[num_blocks, block_size, Hk]`` float32, scales of an int8 or fp8
+            cache.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype and the log-sum-exp ``[T, H]`` in float32. A row that
         sees nothing, or belongs to no request, is zero, its lse -inf or the sink's score.
 
     Raises:
-        KernelArgumentError: shapes, dtypes or numbers that do not fit (a graph that calls
-            C++: ``RuntimeError``).
+        KernelArgumentError: invalid shapes, dtypes or indices (``RuntimeError`` in a graph that
+            calls C++).
     """
     call = PagedCall.of(
         query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale,
@@ -94,17 +94,17 @@ def paged_attention_(
     *step: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Writes this step's keys and values to the caches in place, then attends.
+    """Writes this step's keys and values to the caches in place, then computes attention.
 
     Args:
         key: ``[T, Hk, D]`` in the query's dtype.
         value: ``[T, Hk, Dv]`` in the query's dtype.
         slot_mapping: ``[T]`` int64, slot ``block * block_size + offset`` of each token; padding
-            points into null block 0.
-        step, options: the others of `paged_attention`; the scales are written too.
+            points to null block 0.
+        step, options: as in `paged_attention`; the scales are written too.
 
-    Results and errors are those of `paged_attention`; after an error nothing is written. What is
-    written may not share memory with query, key, value or one of the integer tensors.
+    Results and errors are those of `paged_attention`; after an error nothing is written. Caches
+    must not share memory with other arguments.
     """
     new = NewTokens(key, value, slot_mapping)
     call = PagedCall.of(query, key_cache, value_cache, *step, new=new, **options)
@@ -125,7 +125,7 @@ def _attend_requests(call: PagedCall) -> tuple[Tensor, Tensor]:
     for request, length in enumerate(call.seq_lens.tolist()):
         rows = slice(bounds[request], bounds[request + 1])
         count = rows.stop - rows.start
-        first = max(0, length - count - window + 1) if window else 0  # what no row sees is not read
+        first = max(0, length - count - window + 1) if window else 0  # invisible to all rows
         if not count or first >= length:
             continue
         table = call.block_table[request]
@@ -158,15 +158,15 @@ def _write(cache: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None) -> N
 
 
 def _bytes(codes: Tensor) -> Tensor:
-    """float8 as bytes, which can be indexed everywhere; others as they are."""
+    """float8 as bytes, since not every device can index it; others unchanged."""
     return codes.view(torch.uint8) if codes.dtype in QUANTISED else codes
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, first: int, length: int, call: PagedCall
 ) -> tuple[Tensor, Tensor]:
-    """One request, its last rows as queries ``[n, H, D]`` over keys ``first .. length - 1``, ``[m,
-    Hk, ..]`` -> out ``[n, H, Dv]``, lse ``[n, H]``.
+    """One request: query ``[n, H, D]``, keys ``first .. length - 1`` ``[m, Hk, ..]`` -> out
+    ``[n, H, Dv]``, lse ``[n, H]``.
     """
     scoring = call.scoring
     position = torch.arange(length - len(query), length, device=query.device)

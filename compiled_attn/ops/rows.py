@@ -1,10 +1,9 @@
-"""The op ``write_rows``: new tokens into a cache in place, in compiled graphs without a copy of it.
+"""The op ``write_rows``: writes tokens to a cache in place, without a copy in compiled graphs.
 
-`index_put_` is enough where the cache is a tensor of its own. Of a view the compiler makes a
-functional update of its base, which copies what is written to and scatters it back, cache-sized:
-for a view taken inside of the graph, and for two inputs whose elements interleave (halves of a
-fused kv buffer). The op declares what it mutates, and is handed the view as it is. Both cases are
-shown in tests/graph_breaks/test_flash.py.
+`index_put_` suffices for a cache that owns its memory. For a view (taken inside the graph, or one
+of two inputs that interleave, like a fused kv buffer) the compiler functionalises the update of its
+base, which copies the whole cache. The op declares its mutation and receives the view as it is. See
+tests/graph_breaks/test_flash.py.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ def write_rows(
     """Writes rows to their cells of a cache, in place.
 
     Args:
-        cache: blocks are its first axis, of any rank and strides.
+        cache: blocks first, any rank and strides.
         block, slot: ints ``[...]``, in range.
-        rows: ``[..., *]``, a cell's elements last.
-        slot_axis: axis of the slots in a block; 0: ``block`` alone is the slot, of a flat cache.
+        rows: ``[..., *]``, elements of a cell last.
+        slot_axis: axis of slots in a block; 0: the cache is flat and ``block`` is the slot.
     """
     if torch.compiler.is_compiling() and not stands_alone(cache):
         torch.ops.compiled_attn.write_rows(cache, block, slot, rows, slot_axis)
@@ -40,19 +39,19 @@ def write_rows(
 
 
 def cells(block: Tensor, slot: Tensor, slot_axis: int) -> tuple[Tensor | slice, ...]:
-    """What indexes the cells of a cache, arguments as in `write_rows`."""
+    """Returns the index of cells of a cache; arguments as in `write_rows`."""
     return (block, *[slice(None)] * (slot_axis - 1), slot) if slot_axis else (block,)
 
 
 def stands_alone(cache: Tensor) -> bool:
-    """Whether the cache is not a view, nor has gaps in which another tensor may have its elements.
+    """Whether the cache is no view and has no gaps that another tensor's elements may fill.
 
-    For any other cache a compiler turns a write into a copy of what is written to.
+    Otherwise a compiler turns writes into copies of the cache.
     """
     if cache.is_contiguous():
         return cache._base is None
-    # `index` makes a size that the compiler keeps open a constant of the graph: what torch 2.13
-    # makes of writes to interleaved inputs of open sizes is wrong.
+    # `index` specialises dynamic sizes: torch 2.13 miscompiles writes to interleaved inputs of
+    # dynamic sizes.
     strides, sizes = [index(n) for n in cache.stride()], [index(n) for n in cache.shape]
     if cache._base is not None:
         return False

@@ -1,4 +1,4 @@
-"""The schemas of the ops, which the C++ sources own."""
+"""The schemas of the ops, parsed from the C++ sources."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ _SCHEMA = re.compile(r'R"schema\((.*?)\)schema"', re.DOTALL)
 
 
 def schemas() -> dict[str, str]:
-    """Schema of each op, by its name: what `torch.library` defines where no C++ does."""
+    """Returns the schema of each op by name, for `torch.library` where there is no C++."""
     texts = (" ".join(text.split()) for text in _SCHEMA.findall((SOURCES / "schema.h").read_text()))
     return {text.partition("(")[0]: text for text in texts}

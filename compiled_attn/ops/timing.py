@@ -1,4 +1,4 @@
-"""The times of calls that are compared."""
+"""Interleaved timing of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def medians(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """The median seconds of each; all take turns, so that what slows one slows the others."""
+    """Returns the median seconds of each call; calls alternate, so that noise hits all alike."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, spent in zip(calls, times, strict=True):

@@ -1,9 +1,9 @@
-"""Choices that were measured on this machine, once, and are kept beside the kernel library.
+"""Measures which linear layers are faster packed, or by oneDNN, once per machine.
 
-The instruction set alone does not decide it: packed weights win by half on an Intel with AMX, and
-lose there by the dot products of AVX-512, which have half the rate that they have on an AMD.
-oneDNN's float32 is up to twice as fast as MKL's on that AMD, and slower on that Intel. Processes
-measure one after the other, so that all choose alike.
+The instruction set does not decide it: packed weights are 1.5 times as fast with AMX on Intel, but
+slower there with AVX-512 dot products, which run at half of AMD's rate. oneDNN's float32 is up to
+twice as fast as MKL's on AMD, and slower on Intel. Processes measure one after the other, so that
+all decide alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compiled_attn.ops.cpu.libraries import tuning_of
+from compiled_attn.ops.cpu.libraries import layer_tuning_file
 from compiled_attn.ops.packed_linear import Packing, halve, has_halves, pack
 from compiled_attn.ops.paged_attention import NativeOps, load
 from compiled_attn.ops.timing import medians
@@ -31,36 +31,34 @@ from graphs.store.lock import locked
 __all__ = ["FLOAT32", "HALVES", "ONEDNN", "Tuning", "onednn_sizes", "tuning"]
 
 FLOAT32 = ", float32"
-"""End of the name of a result of packed weights of that dtype."""
+"""Suffix of results for packed float32 weights."""
 HALVES = ", float32 in halves"
-"""End of the name of a result of packed weights that are the upper halves of that dtype."""
+"""Suffix of results for float32 weights packed as upper halves."""
 ONEDNN = ", oneDNN"
-"""End of the name of a result of oneDNN."""
+"""Suffix of results for oneDNN."""
 
 Measure = Callable[[NativeOps, Tensor], float]
 
 _ROWS = (1, 16, 256)
 _FEW_ROWS = (1, 16)
-_LARGE = 1 << 23  # elements: a head, of which few rows are ever wanted
-_COLD_BYTES = 1 << 25  # of weights that are read in turn, so that no cache holds them all
-_MANY_ROWS = (32, 256)  # fewer stay with MKL
-_MANY_BYTES = 1 << 23  # of weights that are multiplied with as many
+_LARGE = 1 << 23  # elements: an output head, used with few rows only
+_COLD_BYTES = 1 << 25  # of weights used in turn, more than caches hold
+_MANY_ROWS = (32, 256)  # fewer always use MKL
+_MANY_BYTES = 1 << 23  # of weights multiplied with many rows
 _ROUNDS = 3
-_PATIENCE_SECONDS = 10.0
+_LOCK_SECONDS = 10.0
 
 
 class Tuning:
-    """How many times as fast as torch's own linear layers others are, by the sizes of a layer.
-
-    The others have packed weights, or in float32 they are oneDNN's in place of MKL's.
+    """Speed of packed layers, and of oneDNN in float32, relative to torch's own, by layer size.
 
     Args:
-        ops: the kernels that are measured.
-        file: where results are kept; None: nowhere.
-        measure: gives the ratio of ``weight [N, K]``.
+        ops: the kernels to measure.
+        file: where results are saved; None: nowhere.
+        measure: returns the ratio for ``weight [N, K]``; None: measures the ops.
 
     Attributes:
-        file: as given; None once it could not be written.
+        file: as given; None after a failed write.
     """
 
     def __init__(
@@ -77,11 +75,11 @@ class Tuning:
 
     @property
     def results(self) -> Mapping[str, float]:
-        """Every ratio that is known, by ``threads, outputs x inputs`` and an end as `FLOAT32`."""
+        """All known ratios, by ``threads, outputs x inputs`` and a suffix like `FLOAT32`."""
         return self._known
 
     def packing(self, weight: Tensor) -> Packing | None:
-        """How ``weight [N, K]``, which can be packed, is read fastest; None: as it is."""
+        """Returns the fastest packing of ``weight [N, K]``, which can be packed; None: unpacked."""
         is_float32 = weight.dtype is torch.float32
         packed = self._gain(weight, FLOAT32 if is_float32 else "", partial(_packed_ratio, pack))
         halves = (
@@ -92,11 +90,10 @@ class Tuning:
         return "halves" if halves > packed else "packed"
 
     def takes_onednn(self, weight: Tensor) -> bool:
-        """Whether oneDNN computes the layer of ``weight [N, K]`` float32 faster than MKL."""
+        """Whether oneDNN is faster than MKL for ``weight [N, K]`` float32."""
         return self._gain(weight, ONEDNN, _onednn_ratio) > 1
 
     def _gain(self, weight: Tensor, kind: str, measure: Measure) -> float:
-        """The ratio of the sizes of a weight, measured if it is not known."""
         outputs, inputs = weight.shape
         key = f"{torch.get_num_threads()} threads, {outputs} x {inputs}{kind}"
         if key not in self._known:
@@ -109,23 +106,22 @@ class Tuning:
         return self._known[key]
 
     def forget(self) -> None:
-        """Measures everything again when it is next asked for."""
+        """Forgets all results, so that they are measured again."""
         self._forgotten, self._known, self._measured = self._known, {}, {}
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Other processes wait; if the folder cannot be written, they are not asked to."""
+        """Locks the file for other processes, if the folder is writable."""
         with ExitStack() as lock:
             if self.file is not None:
                 try:
                     path = self.file.with_suffix(".lock")
-                    lock.enter_context(locked(path, shared=False, seconds=_PATIENCE_SECONDS))
+                    lock.enter_context(locked(path, shared=False, seconds=_LOCK_SECONDS))
                 except (OSError, StoreBusy):
                     self.file = None
             yield
 
     def _read_again(self) -> None:
-        """What other processes have written meanwhile, and what was measured here."""
         if self.file is not None:
             kept = _read(self.file).items() - self._forgotten.items()
             self._known = dict(sorted(kept)) | self._measured
@@ -136,22 +132,22 @@ class Tuning:
         try:
             write_whole(self.file, json.dumps(self._known, indent=1).encode())
         except OSError:
-            self.file = None  # a folder that is only read serves too
+            self.file = None  # read-only folders must work too
 
 
 def tuning() -> Tuning:
-    """Of the kernels of this process.
+    """Returns the tuning of this process's kernels.
 
     Raises:
-        NativeUnavailable: there are none.
+        NativeUnavailable: there are no native kernels.
     """
     ops = load(strict=True)
     assert ops.build is not None
-    return Tuning(ops, tuning_of(ops.build.library))
+    return Tuning(ops, layer_tuning_file(ops.build.library))
 
 
 def onednn_sizes(model: nn.Module, tuned: Tuning) -> set[tuple[int, int]]:
-    """(outputs, inputs) of the float32 linear layers of a model that are faster by oneDNN."""
+    """Returns (outputs, inputs) of a model's float32 linear layers that are faster by oneDNN."""
     weights = {
         (m.out_features, m.in_features): m.weight
         for m in model.modules()
@@ -169,9 +165,9 @@ def _read(file: Path | None) -> dict[str, float]:
 
 
 def _onednn_ratio(_: NativeOps, weight: Tensor) -> float:
-    """The geometric mean over numbers of rows of the time of MKL over that of oneDNN."""
+    """Time of MKL over time of oneDNN, geometric mean over numbers of rows."""
     outputs, inputs = weight.shape
-    outputs = min(outputs, max(1, _LARGE // inputs))  # of a head some do
+    outputs = min(outputs, max(1, _LARGE // inputs))  # part of a large output head
     count = max(1, min(64, _MANY_BYTES // (4 * outputs * inputs)))
     chance = torch.Generator().manual_seed(0)
     weights = [torch.randn(outputs, inputs, generator=chance) for _ in range(count)]
@@ -192,16 +188,14 @@ def _by_onednn(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _packed_ratio(pack: Callable[[Tensor], Tensor], ops: NativeOps, weight: Tensor) -> float:
-    """The geometric mean over numbers of rows of the time of plain weights over that of packed.
-
-    In float32 that of the faster library of the two.
-    """
+    """Time of plain over packed weights, geometric mean over numbers of rows; plain float32 by the
+    faster of MKL and oneDNN."""
     copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
     chance = torch.Generator().manual_seed(0)  # not the user's
-    drawn = torch.randn(weight.shape, generator=chance)  # zeros would be faster
-    drawn = drawn.bfloat16().to(weight.dtype)  # of which there are halves
-    plain = [drawn.clone() for _ in range(copies)]
-    packed = [pack(drawn) for _ in range(copies)]
+    random = torch.randn(weight.shape, generator=chance)  # zeros would be faster
+    random = random.bfloat16().to(weight.dtype)  # so that it can be packed as upper halves
+    plain = [random.clone() for _ in range(copies)]
+    packed = [pack(random) for _ in range(copies)]
     counts = _FEW_ROWS if weight.numel() > _LARGE else _ROWS
     plainly: list[Callable[[Tensor, Tensor], Tensor]] = [functional.linear]
     if weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
@@ -226,6 +220,6 @@ def _all(linear: Callable[[Tensor, Tensor], Tensor], input: Tensor, weights: lis
 
 
 def _ratio_of(*calls: Callable[[], object]) -> float:
-    """The median time of the fastest of all but the last over that of the last."""
+    """Median time of the fastest of the others over that of the last."""
     *others, last = medians(calls, _ROUNDS)
     return min(others) / last

@@ -1,9 +1,8 @@
-"""Torch's own flash attention over pages, ``torch.nn.attention.varlen``, as a kernel of the op.
+"""Torch's flash attention over pages, ``torch.nn.attention.varlen``, as a kernel of the op.
 
-It serves fewer calls than Triton, and is taken where a warmup has measured it to be faster
-(`compiled_attn.ops.triton.autotune`). What it does otherwise: the rows of a request become NaN by a
-value that is not finite in any slot of that request, also one that they do not see; numbers out of
-range are not noticed.
+Supports fewer calls than Triton; used where a warmup measured it to be faster
+(`compiled_attn.ops.triton.autotune`). It differs in two ways: a non-finite value in any slot of a
+request makes all its rows NaN, even rows that do not see it; and indices are not checked.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 
 from compiled_attn.ops.call import PagedCall
-from compiled_attn.ops.choose import AttentionTraits
+from compiled_attn.ops.traits import AttentionTraits
 
 __all__ = ["VarlenKernel", "active_implementation", "attend", "traits_of", "why_not"]
 
-_LARGEST_HEAD = 256
+_MAX_HEAD_DIM = 256
 _MODULE = "torch.nn.attention.varlen"
 
 
@@ -31,7 +30,7 @@ class VarlenKernel:
     name = "varlen"
 
     def supports(self, traits: AttentionTraits) -> str | None:
-        """See `compiled_attn.ops.choose.Implementation`."""
+        """See `compiled_attn.ops.traits.Implementation`."""
         if traits.device != "cuda":
             return f"runs on cuda, not on {traits.device}"
         if traits.gradients:
@@ -39,7 +38,7 @@ class VarlenKernel:
         return _lacks_scores(traits) or _lacks_sizes(traits)
 
     def unavailable(self, traits: AttentionTraits) -> str | None:
-        """See `compiled_attn.ops.choose.Implementation`."""
+        """See `compiled_attn.ops.traits.Implementation`."""
         if "block_table" not in inspect.signature(_varlen_attn()).parameters:
             return f"needs torch 2.12: the one of {torch.__version__} takes no block table"
         active = active_implementation()
@@ -54,19 +53,19 @@ class VarlenKernel:
 
 
 def active_implementation() -> str | None:
-    """The flash attention that torch takes, such as "FA3"; None: its own, which has no pages."""
+    """Returns torch's active flash attention, such as "FA3"; None: the default, without pages."""
     active: Any = getattr(import_module("torch.nn.attention"), "current_flash_attention_impl", None)
     return active() if active else None
 
 
 def why_not(call: PagedCall) -> str | None:
-    """Why it cannot serve a call here, or None."""
+    """Returns why it cannot serve a call here, or None."""
     traits, kernel = traits_of(call), VarlenKernel()
     return kernel.supports(traits) or kernel.unavailable(traits)
 
 
 def traits_of(call: PagedCall) -> AttentionTraits:
-    """What decides whether it can serve a call."""
+    """Returns the traits of a call."""
     scoring = call.scoring
     left = -1 if scoring.window is None else scoring.window - 1
     return AttentionTraits(
@@ -84,13 +83,13 @@ def traits_of(call: PagedCall) -> AttentionTraits:
 
 
 def attend(call: PagedCall, function: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor]:
-    """Out ``[T, H, D]`` and lse ``[T, H]`` of a call that it serves, see `why_not`.
+    """Computes out ``[T, H, D]`` and lse ``[T, H]`` of a supported call, see `why_not`.
 
-    Sizes that the kernel is told are those of the bucket, so a recorded graph serves any numbers.
+    Passes the bucket's sizes, so a captured graph serves any lengths.
 
     Args:
-        call: whose caches hold the new tokens.
-        function: with the contract of ``varlen_attn``; None: that one.
+        call: its caches already hold the new tokens.
+        function: replaces ``varlen_attn``.
     """
     query, starts = call.query, call.query_start_loc
     tokens, width = query.shape[0], call.block_table.shape[1]
@@ -112,8 +111,7 @@ def attend(call: PagedCall, function: Callable[..., Any] | None = None) -> tuple
     )
     row = torch.arange(tokens, device=query.device)
     is_own = ((row >= starts[0]) & (row < starts[-1]))[:, None]
-    # The lse of a row that sees nothing is infinite of either sign; rows of no request are not
-    # written.
+    # Rows that see nothing have an lse of either infinity; rows of no request are not written.
     lse = torch.where(is_own & ~lse.t().isinf(), lse.t(), float("-inf"))
     return torch.where(is_own[:, None], out, 0.0), lse.contiguous()
 
@@ -135,8 +133,8 @@ def _lacks_sizes(traits: AttentionTraits) -> str | None:
         return f"computes in float16 and bfloat16, not in {traits.dtype}"
     if any(dtype != traits.dtype for dtype in traits.cache_dtypes):
         return f"has no cache of {traits.cache_dtypes[0]} for queries of {traits.dtype}"
-    if dim is not None and (dim > _LARGEST_HEAD or dim % 8):
-        return f"has head sizes that 8 divides, up to {_LARGEST_HEAD}, not {dim}"
+    if dim is not None and (dim > _MAX_HEAD_DIM or dim % 8):
+        return f"has head sizes that 8 divides, up to {_MAX_HEAD_DIM}, not {dim}"
     if value_dim not in (None, dim):
         return f"has values of the head size of keys, {dim}, not {value_dim}"
     return None

@@ -6,7 +6,7 @@ import pytest
 
 from compiled_attn.ops import NativeOps, NativeUnavailable, load
 from compiled_attn.ops.cpu.build import find_compiler
-from compiled_attn.ops.cpu.player import NativePlayer
+from compiled_attn.ops.cpu.replayer import NativeReplayer
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +25,8 @@ def ops(compiler: None) -> NativeOps:
 
 
 @pytest.fixture(scope="session")
-def player(ops: NativeOps) -> NativePlayer:
+def replayer(ops: NativeOps) -> NativeReplayer:
     """Plays tapes by the library of these ops."""
-    player = ops.player()
-    assert player is not None
-    return player
+    replayer = ops.replayer()
+    assert replayer is not None
+    return replayer

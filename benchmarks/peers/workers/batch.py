@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.sizing import StepSize
 from compiled_attn.models import load_model
-from compiled_attn.step import Tables
+from compiled_attn.step import TableLayout
 from peers.workers.protocol import Serve, answer
 
 
@@ -43,7 +43,7 @@ def start(options: argparse.Namespace) -> Serve:
     """The model as it is: nothing compiles."""
     torch.set_num_threads(options.threads)
     model = load_model(options.model, getattr(torch, options.dtype))
-    serve = generate_batch(model, StepSize.of(EngineConfig(), Tables.symbolic).tokens)
+    serve = generate_batch(model, StepSize.of(EngineConfig(), TableLayout.symbolic).tokens)
     return torch.no_grad()(serve)
 
 

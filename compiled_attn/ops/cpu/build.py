@@ -1,4 +1,4 @@
-"""Builds the kernels for an instruction set, once for all processes that want the same."""
+"""Builds the kernels for an instruction set, once for all processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops.cpu.isa import flags_of
-from compiled_attn.ops.cpu.libraries import is_whole, put, remove_unused, turn
+from compiled_attn.ops.cpu.libraries import build_lock, is_intact, put, remove_unused
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreError
 from graphs.files import digest_of, remove
@@ -39,9 +39,13 @@ __all__ = [
     "find_compiler",
 ]
 
-KERNELS = ("paged_attention.cpp", "packed_linear.cpp", "drawn_tokens.cpp")
-"""Translation units that are compiled for an instruction set."""
-UNITS = (*KERNELS, "op.cpp", "tape.cpp", "torch_products.cpp")
+KERNELS = (
+    "attention/paged_attention.cpp",
+    "linear/packed_linear.cpp",
+    "sampling/sample_tokens.cpp",
+)
+"""Translation units compiled for an instruction set."""
+UNITS = (*KERNELS, "op.cpp", "replay.cpp", "linear/aten_matmul.cpp")
 """All translation units of a library."""
 _COMMON = (
     "-std=c++20",
@@ -52,9 +56,8 @@ _COMMON = (
     "-fno-trapping-math",
 )
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-DCOMPILED_ATTN_DEBUG")
-_PATIENCE_SECONDS = 600.0
-# Processor seconds of g++ 12 for all units, and for the longest of them, for AVX-512 (2026-11-27);
-# AVX2 takes half.
+_LOCK_SECONDS = 600.0
+# CPU seconds of g++ 12 for AVX-512; AVX2 takes half.
 _ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 80, 40
 
 _NO_COMPILER = (
@@ -72,9 +75,9 @@ class Build:
     """A library of the kernels.
 
     Attributes:
-        library: its file.
+        library: path of the shared library.
         isa: its instruction set.
-        seconds: how long it took to build; 0 where it was there already.
+        seconds: build time; 0 if it was cached.
         is_prebuilt: whether it came with the wheel.
     """
 
@@ -86,21 +89,21 @@ class Build:
     def __str__(self) -> str:
         if self.is_prebuilt:
             return f"{self.isa}, prebuilt"
-        built = f"built in {self.seconds:.1f} s" if self.seconds else "built before"
+        built = f"built in {self.seconds:.1f} s" if self.seconds else "cached"
         return f"{self.isa}, {built}"
 
 
 def default_folder() -> Path:
-    """Where libraries are kept unless one says otherwise.
+    """The default cache of libraries.
 
     Raises:
-        StoreError: nobody knows where the user's home is.
+        StoreError: the user has no home directory.
     """
     return cache_folder("compiled-attn-kernels")
 
 
 def find_compiler() -> str:
-    """The C++ compiler that inductor takes, or else one that is on the path.
+    """Finds the C++ compiler that inductor uses, or else one on the path.
 
     Raises:
         NativeUnavailable: there is none.
@@ -126,26 +129,25 @@ def build(
     compiler: str | None = None,
     sources: Path = SOURCES,
 ) -> Build:
-    """The library of an instruction set: out of the cache, or built now.
+    """Builds the library of an instruction set, or finds it in the cache.
 
-    It is kept under a hash of the sources, the flags, the compiler and its version, torch's
-    version, the machine and its C library, until no process took it for 30 days. Processes that
-    want the same wait for one that builds it; a killed one leaves nothing that another takes for a
-    library.
+    The key is a hash of sources, flags, compiler and its version, torch's version, machine and C
+    library. Libraries unused for 30 days are removed. Processes wait for the one that builds; an
+    interrupted build leaves nothing that another takes for a library.
 
     Args:
         isa: one of `isa.ISAS`.
-        namespace: of the ops that the library registers.
-        folder: where libraries are kept; None: `default_folder`.
+        namespace: namespace in which the library registers its ops.
+        folder: cache of libraries; None: `default_folder`.
         debug: symbols, no optimisation, checks in the kernels.
         sanitize: sanitizers, as ``-fsanitize`` takes them.
-        plain_tiles: products of tiles in plain C++, bit for bit what AMX gives; for tests.
+        plain_tiles: emulates AMX in plain C++, bit for bit; for tests.
         compiler: None: `find_compiler`.
         sources: folder of the C++ sources.
 
     Raises:
-        NativeUnavailable: no compiler, an error of the compiler, a folder that cannot be written or
-            that others can write to.
+        NativeUnavailable: no compiler, a compiler error, or a folder that is not writable or that
+            others can write to.
     """
     if why := why_no_locks():
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
@@ -167,7 +169,7 @@ def build(
 
 @dataclass(frozen=True)
 class Plan:
-    """How a library is built; the fields are arguments of `build`."""
+    """How a library is built; fields are arguments of `build`."""
 
     compiler: str
     sources: Path
@@ -178,7 +180,7 @@ class Plan:
     plain_tiles: bool
 
     def name(self) -> str:
-        """The library's name: its instruction set and the hash of all that it depends on."""
+        """Returns the library's name: its instruction set and a hash of all that it depends on."""
         factors = {
             "sources": digests_of(self.sources),
             "flags": [*(self.compile_flags(unit) for unit in UNITS), self.link_flags()],
@@ -190,12 +192,12 @@ class Plan:
         return f"{self.isa}-{key[:32]}"
 
     def compile_flags(self, unit: str) -> list[str]:
-        """Flags of the compiler for one of `UNITS`."""
+        """Returns compiler flags for one of `UNITS`."""
         checked = self.debug or self.sanitize
         flags = [*_COMMON, *(_CHECKED if checked else ()), *self._sanitizers()]
         if unit in KERNELS:
-            # Only kernels may use the instruction set: what headers inline in the other unit would
-            # else be taken by the linker for all.
+            # Only kernels may use the instruction set: the linker may pick any copy of an inline
+            # function of a header, for all units.
             tiles = ["-DCOMPILED_ATTN_PLAIN_TILES"] if self.plain_tiles else []
             own = [*flags_of(self.isa), "-fopenmp", *tiles]
             return [*flags, *own, *(() if checked else ("-O3",))]
@@ -204,23 +206,24 @@ class Plan:
         return [*flags, *own, *(() if checked else ("-O1",))]
 
     def link_flags(self) -> list[str]:
-        """Flags of the linker for a library that stays on this machine."""
+        """Returns linker flags for a library that stays on this machine."""
         libraries = _torch_folder() / "lib"
         torch_flags = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-ltorch"]
         return ["-shared", "-fopenmp", "-Wl,-Bsymbolic", *self._sanitizers(), *torch_flags]
 
+    def compile_command(self, unit: str, to: Path) -> list[str]:
+        """Returns the command that compiles one of `UNITS` to an object file."""
+        # Not among the flags, which are part of the key: folders differ between installations.
+        paths = [f"-I{self.sources}", "-c", str(self.sources / unit), "-o", str(to)]
+        return [self.compiler, *self.compile_flags(unit), *paths]
+
     def compile(self, work: Path) -> Path:
-        """All units side by side, then the link; returns the library."""
-        objects = {unit: str(work / f"{unit}.o") for unit in UNITS}
-        _run_all(
-            [
-                [self.compiler, *self.compile_flags(unit), "-c", str(self.sources / unit), "-o", to]
-                for unit, to in objects.items()
-            ]
-        )
+        """Compiles all units concurrently and links them; returns the library."""
+        objects = {unit: work / f"{Path(unit).stem}.o" for unit in UNITS}
+        _run_all([self.compile_command(unit, to) for unit, to in objects.items()])
         library = work / "library.so"
-        # Libraries behind the objects that need them, or a linker may drop them.
-        link = [self.compiler, *objects.values(), *self.link_flags(), "-o", str(library)]
+        # Libraries come after the objects that need them, or a linker may drop them.
+        link = [self.compiler, *map(str, objects.values()), *self.link_flags(), "-o", str(library)]
         _run_all([link])
         return library
 
@@ -234,15 +237,15 @@ class Plan:
 def _cached(folder: Path, plan: Plan) -> Build:
     name = plan.name()
     library = folder / f"{name}.so"
-    if is_whole(library):
+    if is_intact(library):
         return Build(library, plan.isa, 0.0)
-    with turn(library, _PATIENCE_SECONDS, lambda: _say_wait(plan)):
-        if is_whole(library):  # another process built it while this one waited
+    with build_lock(library, _LOCK_SECONDS, lambda: _print_wait(plan)):
+        if is_intact(library):  # another process built it while this one waited
             return Build(library, plan.isa, 0.0)
         started = time.perf_counter()
-        for rest in folder.glob(f".{name}.*"):  # of builds that were killed: it is our turn
+        for rest in folder.glob(f".{name}.*"):  # left by interrupted builds
             remove(rest)
-        _say_build(plan)
+        _print_build(plan)
         work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))
         try:
             put(plan.compile(work), library)
@@ -253,32 +256,32 @@ def _cached(folder: Path, plan: Plan) -> Build:
 
 
 def digests_of(sources: Path) -> dict[str, str]:
-    """SHA-256 of each C++ source in a folder, by its name."""
-    files = sorted(path for path in sources.iterdir() if path.suffix in (".h", ".cpp"))
-    return {path.name: digest_of(path) for path in files}
+    """Returns the SHA-256 of each C++ source in a folder, by its relative path."""
+    files = sorted(path for path in sources.rglob("*") if path.suffix in (".h", ".cpp"))
+    return {path.relative_to(sources).as_posix(): digest_of(path) for path in files}
 
 
-def _say_build(plan: Plan) -> None:
+def _print_build(plan: Plan) -> None:
     seconds = max(_LONGEST_UNIT_SECONDS, _ALL_UNITS_SECONDS // (os.cpu_count() or 1))
-    _say(
+    _print(
         f"building the native kernel for {plan.isa} with {plan.compiler}, about {seconds} s, "
         "once on this machine"
     )
 
 
-def _say_wait(plan: Plan) -> None:
-    _say(f"another process builds the native kernel for {plan.isa}: waiting for it")
+def _print_wait(plan: Plan) -> None:
+    _print(f"another process builds the native kernel for {plan.isa}: waiting for it")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"compiled-attn: {text}", file=sys.stderr, flush=True)
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """Runs commands side by side.
+    """Runs commands concurrently.
 
     Raises:
-        NativeUnavailable: one failed; the message has the beginning of what it said.
+        NativeUnavailable: one failed; the message has the beginning of its output.
     """
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -288,7 +291,7 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
                     command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
                 )
             )
-        told = [process.communicate()[0] for process in processes]
+        outputs = [process.communicate()[0] for process in processes]
     except OSError as error:
         raise NativeUnavailable(
             f"expected to run {command[0]} to build the kernel, got {error}: "
@@ -299,7 +302,7 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    for process, text, command in zip(processes, told, commands, strict=True):
+    for process, text, command in zip(processes, outputs, commands, strict=True):
         if process.returncode:
             raise NativeUnavailable(
                 f"expected {command[0]} to build the kernel, but it failed ({process.returncode}): "

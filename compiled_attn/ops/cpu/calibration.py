@@ -1,8 +1,7 @@
-"""The calibration: which `Forms` of the kernels are the fastest on this machine, once a library.
+"""Measures the fastest `KernelTuning` of this machine, once per library.
 
-About a second, at the first use. Chance shall not choose: one thread is measured, by the seconds
-that it ran, and a form other than the best guess must gain twice. A small gain counts where each is
-measured more often.
+Takes about a second on first use. Measures CPU seconds of one thread; a setting must beat the best
+guess twice, by 5 %, or by 2 % where each is measured more often.
 """
 
 from __future__ import annotations
@@ -22,108 +21,99 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from compiled_attn.ops import packed_linear
-from compiled_attn.ops.cpu.forms import (
-    AHEAD_KIB,
-    CACHES,
-    Chosen,
-    Forms,
-    keep,
-    kept,
-    products_of,
-    products_of_halves,
-    take,
-)
-from compiled_attn.ops.cpu.libraries import forms_of
+from compiled_attn.ops.cpu import kernel_tuning
+from compiled_attn.ops.cpu.kernel_tuning import CACHES, PREFETCH_KIB, KernelTuning, TuningResult
+from compiled_attn.ops.cpu.libraries import kernel_tuning_file
 from compiled_attn.ops.timing import medians
 from graphs.errors import StoreBusy
 from graphs.store.lock import locked
 from graphs.warmup.workers import one_thread
 
-__all__ = ["calibrate", "settle"]
+__all__ = ["calibrate", "load_or_calibrate"]
 
-_LEAST_GAIN, _ROUNDS = 1.05, 5
+_MIN_GAIN, _ROUNDS = 1.05, 5
 _SMALL_GAIN, _MANY_ROUNDS = 1.02, 15
-_PATIENCE_SECONDS = 30.0
+_LOCK_SECONDS = 30.0
 
 _HEADS, _KV_HEADS, _DIM, _PAGE = 32, 8, 128, 16
-_REQUESTS, _PAGES = 16, 64  # of each: caches of 64 MiB, more than most processors hold
+_REQUESTS, _PAGES = 16, 64  # caches of 64 MiB, more than most processors' last cache
 _PROMPT = 384
 _LAYERS, _WIDTH = 32, 1024  # 64 MiB too
-_ROWS_OF_LAYERS = ((1, 16), (16, 16), (256, 2))
-_ROWS_OF_ASKING = {"linear_asks": 16, "linear_asks_once": 1}
+_LAYER_ROWS = ((1, 16), (16, 16), (256, 2))
+_PREFETCH_ROWS = {"linear_prefetch": 16, "linear_prefetch_once": 1}
 
 
-def settle(library: Path, isa: str, ops: Any) -> Chosen:
-    """Takes the forms that are kept beside a library; at its first use those that are measured.
+def load_or_calibrate(library: Path, isa: str, ops: Any) -> TuningResult:
+    """Applies the tuning saved next to a library; measures and saves it on first use.
 
-    Processes that want the same wait for the one that measures, so that all compute the same bits.
-    Where nothing can be kept, it is the best guess.
+    Processes wait for the one that measures, so that all compute the same bits. Uses the best guess
+    where nothing can be saved.
 
     Args:
         library: loaded.
         isa: its instruction set.
         ops: its ops, below ``torch.ops``.
     """
-    chosen = kept(library, isa)
-    if chosen is None:
+    result = kernel_tuning.read(library, isa)
+    if result is None:
+        lock = kernel_tuning_file(library).with_suffix(".lock")
         try:
-            with locked(
-                forms_of(library).with_suffix(".lock"), shared=False, seconds=_PATIENCE_SECONDS
-            ):
-                chosen = kept(library, isa) or _measured(library, isa, ops)
-                keep(library, chosen)
-        except (OSError, StoreBusy):  # a folder that is only read serves too
-            chosen = Chosen(Forms.of(isa))
-    take(library, chosen.forms)
-    return chosen
+            with locked(lock, shared=False, seconds=_LOCK_SECONDS):
+                result = kernel_tuning.read(library, isa) or _measure(library, isa, ops)
+                kernel_tuning.write(library, result)
+        except (OSError, StoreBusy):  # read-only folders must work too
+            result = TuningResult(KernelTuning.default(isa))
+    kernel_tuning.apply(library, result.tuning)
+    return result
 
 
-def calibrate(library: Path, isa: str, ops: Any) -> Chosen:
-    """Measures again, takes what is fastest now and keeps it, if it can be, for later processes."""
-    chosen = _measured(library, isa, ops)
-    take(library, chosen.forms)
+def calibrate(library: Path, isa: str, ops: Any) -> TuningResult:
+    """Measures again, applies the fastest tuning and saves it if possible."""
+    result = _measure(library, isa, ops)
+    kernel_tuning.apply(library, result.tuning)
     with suppress(OSError):
-        keep(library, chosen)
-    return chosen
+        kernel_tuning.write(library, result)
+    return result
 
 
-def _measured(library: Path, isa: str, ops: Any) -> Chosen:
-    products = products_of(isa)
-    search = _Search(library, Forms.of(isa))
-    # The first use may be within a trace, whose tensors have no data.
+def _measure(library: Path, isa: str, ops: Any) -> TuningResult:
+    kinds = kernel_tuning.dot_kinds(isa)
+    search = _Search(library, KernelTuning.default(isa))
+    # The first use may be inside a trace, whose tensors have no data.
     with _disable_current_modes(), torch.no_grad(), one_thread():
         decode = _decode(ops)
-        search.among([{"few_rows": each} for each in products if each != "tiles"], decode)
-        asked = product(CACHES, AHEAD_KIB)
-        search.among([{"asks": cache, "ahead_kib": kib} for cache, kib in asked], decode)
-        weights = [packed_linear.pack(_drawn(_WIDTH, _WIDTH)) for _ in range(_LAYERS)]
-        halves = [weight.view(torch.int16) for weight in weights]
-        if len(products) > 1:
-            search.among([{"many_rows": each} for each in products], _prefill(ops))
-            search.among([{"linear": each} for each in products], _layers(ops, weights))
-        for asking, rows in _ROWS_OF_ASKING.items():
-            asked_weights = [{asking: cache} for cache in ("L1", "L2")]
-            both = [_layers(ops, each, [(rows, _LAYERS)]) for each in (weights, halves)]
-            search.among(asked_weights, partial(_all, both), _SMALL_GAIN, _MANY_ROUNDS)
-        of_halves = [{"linear_halves": each} for each in products_of_halves(isa)]
-        if len(of_halves) > 1:  # behind what "tiles" would hide
-            search.among(of_halves, _layers(ops, halves))
-    return Chosen(search.best, search.ratios)
+        search.among([{"decode": each} for each in kinds if each != "amx"], decode)
+        prefetches = product(CACHES, PREFETCH_KIB)
+        search.among(
+            [{"prefetch": cache, "prefetch_kib": kib} for cache, kib in prefetches], decode
+        )
+        weights = [packed_linear.pack(_random(_WIDTH, _WIDTH)) for _ in range(_LAYERS)]
+        float32_weights = [weight.view(torch.int16) for weight in weights]
+        if len(kinds) > 1:
+            search.among([{"prefill": each} for each in kinds], _prefill(ops))
+            search.among([{"linear": each} for each in kinds], _layers(ops, weights))
+        for name, rows in _PREFETCH_ROWS.items():
+            both = [_layers(ops, each, [(rows, _LAYERS)]) for each in (weights, float32_weights)]
+            options = [{name: cache} for cache in ("L1", "L2")]
+            search.among(options, partial(_call_all, both), _SMALL_GAIN, _MANY_ROUNDS)
+        # Last, since "amx" would hide the difference between prefetches.
+        of_bf16_weights = kernel_tuning.bf16_weight_dot_kinds(isa)
+        search.among(
+            [{"linear_bf16_weights": each} for each in of_bf16_weights],
+            _layers(ops, float32_weights),
+        )
+    return TuningResult(search.best, search.ratios)
 
 
 class _Search:
-    """Goes from form to form where that gains.
-
-    Args:
-        library: of the kernels.
-        best: what it begins with.
+    """Coordinate descent over settings.
 
     Attributes:
         best: the fastest so far.
-        ratios: how many times as fast as the best of their kind before were others.
+        ratios: speed of the others relative to the best before them.
     """
 
-    def __init__(self, library: Path, best: Forms) -> None:
+    def __init__(self, library: Path, best: KernelTuning) -> None:
         self._library = library
         self.best = best
         self.ratios: dict[str, float] = {}
@@ -132,62 +122,62 @@ class _Search:
         self,
         changes: Sequence[dict[str, Any]],
         call: Callable[[], object],
-        least: float = _LEAST_GAIN,
+        min_gain: float = _MIN_GAIN,
         rounds: int = _ROUNDS,
     ) -> None:
-        """The fastest of changes to the best, of which the first is none."""
+        """Measures changes to the best, the first of which changes nothing; keeps the fastest."""
         options = [replace(self.best, **change) for change in changes]
         if len(options) == 1:
             return
         gains = self._gains(options, call, rounds)
         for change, gain in zip(changes[1:], gains[1:], strict=True):
-            named = ", ".join(f"{name} {value}" for name, value in change.items())
-            self.ratios[named] = round(gain, 3)
+            name = ", ".join(f"{name} {value}" for name, value in change.items())
+            self.ratios[name] = round(gain, 3)
         fastest = options[gains.index(max(gains))]
-        if min(max(gains), self._gains((self.best, fastest), call, rounds)[1]) >= least:
+        if min(max(gains), self._gains((self.best, fastest), call, rounds)[1]) >= min_gain:
             self.best = fastest
 
     def _gains(
-        self, options: Sequence[Forms], call: Callable[[], object], rounds: int
+        self, options: Sequence[KernelTuning], call: Callable[[], object], rounds: int
     ) -> list[float]:
-        """How many times as fast as the first each is."""
+        """Speed of each relative to the first."""
         runs = [partial(self._run, each, call) for each in options]
         first, *others = medians(runs, rounds, time.thread_time)
         return [1.0, *(first / each for each in others)]
 
-    def _run(self, forms: Forms, call: Callable[[], object]) -> None:
-        take(self._library, forms)
+    def _run(self, tuning: KernelTuning, call: Callable[[], object]) -> None:
+        kernel_tuning.apply(self._library, tuning)
         call()
 
 
 def _decode(ops: Any) -> Callable[[], object]:
-    """A token of each of some requests, their pages in any order."""
-    pages = torch.randperm(_REQUESTS * _PAGES, generator=_chance(), device="cpu").int()
+    """One token per request, pages in random order."""
+    pages = torch.randperm(_REQUESTS * _PAGES, generator=_generator(), device="cpu").int()
     lengths = torch.full((_REQUESTS,), _PAGES * _PAGE, dtype=torch.int32, device="cpu")
     starts = torch.arange(_REQUESTS + 1, dtype=torch.int32, device="cpu")
-    caches = (_drawn(_REQUESTS * _PAGES, _PAGE, _KV_HEADS, _DIM) for _ in range(2))
-    query = _drawn(_REQUESTS, _HEADS, _DIM)
+    caches = (_random(_REQUESTS * _PAGES, _PAGE, _KV_HEADS, _DIM) for _ in range(2))
+    query = _random(_REQUESTS, _HEADS, _DIM)
     table = pages.view(_REQUESTS, _PAGES)
     return partial(ops.paged_attention, query, *caches, table, lengths, starts, _DIM**-0.5)
 
 
 def _prefill(ops: Any) -> Callable[[], object]:
-    """A prompt of a quarter of the heads."""
+    """A prompt with a quarter of the heads."""
     pages = torch.arange(_PROMPT // _PAGE, dtype=torch.int32, device="cpu")[None]
     length = torch.tensor([_PROMPT], dtype=torch.int32, device="cpu")
     starts = torch.tensor([0, _PROMPT], dtype=torch.int32, device="cpu")
-    caches = (_drawn(_PROMPT // _PAGE, _PAGE, _KV_HEADS // 4, _DIM) for _ in range(2))
-    query = _drawn(_PROMPT, _HEADS // 4, _DIM)
+    caches = (_random(_PROMPT // _PAGE, _PAGE, _KV_HEADS // 4, _DIM) for _ in range(2))
+    query = _random(_PROMPT, _HEADS // 4, _DIM)
     return partial(ops.paged_attention, query, *caches, pages, length, starts, _DIM**-0.5)
 
 
 def _layers(
-    ops: Any, weights: list[Tensor], rows_of: Sequence[tuple[int, int]] = _ROWS_OF_LAYERS
+    ops: Any, weights: list[Tensor], layer_rows: Sequence[tuple[int, int]] = _LAYER_ROWS
 ) -> Callable[[], object]:
-    """Rows of a decode, of some more, and of a prompt; of halves in float32."""
+    """Rows of a decode, of a few requests, and of a prompt."""
     dtype = torch.float32 if weights[0].dtype is torch.int16 else weights[0].dtype
-    inputs = [  # a third, so that all bits of float32 are in use
-        (_drawn(rows, _WIDTH).to(dtype) / 3, weights[:layers]) for rows, layers in rows_of
+    inputs = [  # divided by 3 to use all bits of float32
+        (_random(rows, _WIDTH).to(dtype) / 3, weights[:layers]) for rows, layers in layer_rows
     ]
 
     def call() -> None:
@@ -198,17 +188,17 @@ def _layers(
     return call
 
 
-def _all(calls: Sequence[Callable[[], object]]) -> None:
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
     for call in calls:
         call()
 
 
-def _drawn(*shape: int) -> Tensor:
-    """Random bfloat16, as zeros would be faster; the same again and again, as that is not."""
-    some = torch.randn(1 << 18, generator=_chance(), dtype=torch.float32, device="cpu").bfloat16()
+def _random(*shape: int) -> Tensor:
+    """Random bfloat16, since zeros are faster; repeats a short sequence, since drawing is slow."""
+    some = torch.randn(1 << 18, generator=_generator(), dtype=torch.float32, device="cpu")
     count = math.prod(shape)
-    return some.repeat(-(-count // len(some)))[:count].view(shape)
+    return some.bfloat16().repeat(-(-count // len(some)))[:count].view(shape)
 
 
-def _chance() -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(0)  # not the user's
+def _generator() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(0)  # leaves the user's alone

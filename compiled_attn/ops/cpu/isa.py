@@ -1,4 +1,4 @@
-"""Instruction sets that the kernels are compiled for, and which this processor has."""
+"""Instruction sets that the kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from compiled_attn.errors import NativeUnavailable
 
-__all__ = ["ISAS", "ask_permission", "available_isas", "flags_of", "isas_of_machine"]
+__all__ = ["ISAS", "available_isas", "flags_of", "isas_of_machine", "request_permission"]
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_BF16 = ("avx512_bf16", "avx512vbmi", "avx512_vnni")
@@ -29,7 +29,7 @@ ISAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "portable": (),
     }
 )
-"""Every instruction set, best first, and the processor's features that it needs."""
+"""Instruction sets, best first, and the processor features that each needs."""
 
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA) of Linux, 5.16 or newer.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -39,25 +39,23 @@ _ARM = ("aarch64", "arm64")
 
 
 def available_isas(cpuinfo: Path = Path("/proc/cpuinfo"), machine: str | None = None) -> list[str]:
-    """What this processor can run, best first; "portable" is always there."""
+    """Returns the instruction sets of this processor, best first; "portable" is always last."""
     has = _features(cpuinfo, machine or platform.machine())
     return [isa for isa, needs in ISAS.items() if has.issuperset(needs)]
 
 
 def isas_of_machine(machine: str | None = None) -> list[str]:
-    """What a compiler for a machine can build, whatever its processor has; None: this machine."""
+    """Returns the instruction sets of an architecture; None: this machine's."""
     machine = machine or platform.machine()
     own = {"neon"} if machine in _ARM else {*ISAS} - {"neon"} if machine in _X86 else set()
     return [isa for isa in ISAS if isa in own | {"portable"}]
 
 
-def ask_permission(isa: str) -> None:
-    """Asks the system for the tile registers, where an instruction set has them.
-
-    It is for all threads, and stays for the life of the process.
+def request_permission(isa: str) -> None:
+    """Requests the AMX tile registers for the process, if an instruction set uses them.
 
     Raises:
-        NativeUnavailable: the system refuses; instructions on tiles would end the process.
+        NativeUnavailable: the system refuses; tile instructions would raise SIGILL.
     """
     if "amx_tile" not in ISAS.get(isa, ()):
         return
@@ -65,17 +63,17 @@ def ask_permission(isa: str) -> None:
     arguments = (ctypes.c_long(each) for each in (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
     if libc.syscall(*arguments):
         raise NativeUnavailable(
-            "expected Linux to permit the tile registers of this processor (AMX), but it says: "
-            f"{os.strerror(ctypes.get_errno())}; take Linux 5.16 or newer, and no thread with an "
+            "expected Linux to permit the tile registers of this processor (AMX), got "
+            f"{os.strerror(ctypes.get_errno())}: use Linux 5.16 or newer, and no thread with an "
             "alternate signal stack of less than 16 KiB"
         )
 
 
 def flags_of(isa: str) -> list[str]:
-    """Compiler flags of an instruction set.
+    """Returns the compiler flags of an instruction set.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: unknown instruction set.
     """
     if isa not in ISAS:
         raise ValueError(f"expected an instruction set of {[*ISAS]}, got {isa!r}: choose one")

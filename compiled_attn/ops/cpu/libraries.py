@@ -1,4 +1,4 @@
-"""The folder of built libraries: which are whole, whose turn it is to build, what nobody uses."""
+"""The cache of built libraries: integrity, build locks, removal of unused ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from graphs.files import digest_of, digest_of_open, remove, sync_folder, write_w
 from graphs.store.lock import Lock
 from graphs.store.safety import open_own
 
-__all__ = ["forms_of", "is_whole", "put", "remove_unused", "tuning_of", "turn"]
+__all__ = [
+    "build_lock",
+    "is_intact",
+    "kernel_tuning_file",
+    "layer_tuning_file",
+    "put",
+    "remove_unused",
+]
 
 _NAME = re.compile(rf"({'|'.join(ISAS)})-[0-9a-f]{{32}}")
 _REST = re.compile(rf"\.({_NAME.pattern})\.")
@@ -23,8 +30,8 @@ _UNUSED_SECONDS = 30 * 24 * 3600.0
 _POLL_SECONDS = 0.01
 
 
-def is_whole(library: Path) -> bool:
-    """Whether a library is what was built: its seal has its digest. Notes the use on the seal.
+def is_intact(library: Path) -> bool:
+    """Whether a library matches its seal, a file with its digest. Marks it as used.
 
     Raises:
         UnsafeStore: it or its seal is a link or another user's, or others can write to it.
@@ -32,9 +39,9 @@ def is_whole(library: Path) -> bool:
     seal = _seal(library)
     try:
         with open_own(seal) as file:
-            told = file.read()
+            digest = file.read()
         with open_own(library, in_reach=True) as file:
-            if told != digest_of_open(file).encode():
+            if digest != digest_of_open(file).encode():
                 return False
         _touch(seal)
     except FileNotFoundError:
@@ -43,7 +50,7 @@ def is_whole(library: Path) -> bool:
 
 
 def put(made: Path, library: Path) -> None:
-    """Moves a built library to its place and seals it, in that order."""
+    """Moves a built library into place, then seals it."""
     made.chmod(0o700)
     made.replace(library)
     sync_folder(library.parent)
@@ -51,24 +58,24 @@ def put(made: Path, library: Path) -> None:
 
 
 @contextlib.contextmanager
-def turn(
+def build_lock(
     library: Path, seconds: float, when_waiting: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Holds the right to build a library, alone of all processes.
+    """Holds the lock of a library to be built.
 
     Args:
-        library: to be built.
-        seconds: to wait at most.
-        when_waiting: called once if another process has the right.
+        library: its path.
+        seconds: timeout.
+        when_waiting: called once if another process holds the lock.
 
     Raises:
-        StoreBusy: others held it for all of `seconds`.
+        StoreBusy: timeout.
     """
     path = _lock(library)
-    lock, end, waits = Lock(path), time.monotonic() + seconds, False
+    lock, end, is_waiting = Lock(path), time.monotonic() + seconds, False
     try:
         while not (lock.take() and lock.is_current()):
-            if not lock.is_current():  # removed with a library that nobody used, while we waited
+            if not lock.is_current():  # removed with an unused library while we waited
                 lock.close()
                 lock = Lock(path)
             elif time.monotonic() > end:
@@ -76,9 +83,9 @@ def turn(
                     f"{path} was locked for {seconds:g} s: wait, or take another folder"
                 )
             else:
-                if not waits:
+                if not is_waiting:
                     when_waiting()
-                waits = True
+                is_waiting = True
                 time.sleep(_POLL_SECONDS)
         yield
     finally:
@@ -86,11 +93,8 @@ def turn(
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes the libraries that no process took for 30 days, with their seals and locks.
-
-    And what builds left behind that were killed.
-    """
-    # The folder may be one that holds other things too.
+    """Removes libraries unused for 30 days, and leftovers of interrupted builds."""
+    # The folder may hold other files too.
     for seal in folder.glob("*.sha256"):
         if _NAME.fullmatch(seal.stem) and _is_unused(seal):
             with contextlib.suppress(OSError):
@@ -105,9 +109,9 @@ def _remove(library: Path) -> None:
     lock = Lock(_lock(library))
     try:
         if lock.take() and _is_unused(_seal(library)):
-            known = tuning_of(library), forms_of(library)
-            locks = (each.with_suffix(".lock") for each in known)
-            for path in (_seal(library), library, *known, *locks, _lock(library)):
+            tunings = layer_tuning_file(library), kernel_tuning_file(library)
+            locks = (each.with_suffix(".lock") for each in tunings)
+            for path in (_seal(library), library, *tunings, *locks, _lock(library)):
                 remove(path)
     finally:
         lock.close()
@@ -116,7 +120,7 @@ def _remove(library: Path) -> None:
 def _remove_rest(rest: Path, library: Path) -> None:
     lock = Lock(_lock(library))
     try:
-        if lock.take():  # or else it is being built
+        if lock.take():  # else it is being built
             remove(rest)
             if not library.exists():
                 remove(lock.path)
@@ -137,17 +141,17 @@ def _touch(seal: Path) -> None:
     except FileNotFoundError:  # another process just removed it
         raise
     except OSError:
-        return  # a folder that is only read serves too
+        return  # read-only folders must work too
 
 
-def tuning_of(library: Path) -> Path:
-    """Where stands which layers are faster by a library."""
-    return library.with_suffix(".tuning.json")
+def layer_tuning_file(library: Path) -> Path:
+    """The file of `compiled_attn.ops.tuning.Tuning` next to a library."""
+    return library.with_suffix(".layers.json")
 
 
-def forms_of(library: Path) -> Path:
-    """Where stands in which forms a library is fastest."""
-    return library.with_suffix(".forms.json")
+def kernel_tuning_file(library: Path) -> Path:
+    """The file of `compiled_attn.ops.cpu.kernel_tuning` next to a library."""
+    return library.with_suffix(".kernel.json")
 
 
 def _seal(library: Path) -> Path:

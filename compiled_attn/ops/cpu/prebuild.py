@@ -1,7 +1,7 @@
 """Builds the libraries of a wheel: ``python -m compiled_attn.ops.cpu.prebuild FOLDER``.
 
-One for each instruction set of this kind of machine, with the oldest torch that is supported, as
-newer ones load what was built with it. `make wheel` runs it.
+One per instruction set of this machine's architecture, with the oldest supported torch, whose
+libraries newer ones load. `make wheel` runs it.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ _GLIBC = re.compile(r"\(?GLIBC_2\.(\d+)\)?")
 
 
 def prebuild(folder: Path, isas: Sequence[str]) -> Manifest:
-    """Builds a library for each instruction set, and the manifest, into a folder that is made.
+    """Builds a library for each instruction set, and the manifest, into a new folder.
 
-    OpenMP is not linked: its names are found by way of libtorch_cpu, whatever file torch's own
-    OpenMP is, so that a process has one of them. Nor is there a path to torch, which the process
-    has loaded before.
+    Does not link OpenMP: libtorch_cpu provides its symbols, so that a process has only one. Sets no
+    path to torch either, which the process has already loaded.
 
     Raises:
         NativeUnavailable: there is no compiler.
-        subprocess.CalledProcessError: it fails; what it says is on stderr.
+        subprocess.CalledProcessError: it fails, with its output on stderr.
     """
     folder.mkdir(parents=True, exist_ok=True)
     compiler = find_compiler()
     plans = [Plan(compiler, SOURCES, isa, _NAMESPACE, False, (), False) for isa in isas]
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
-        # Units without instructions of a set are the same in all libraries.
-        shared = [unit for unit in UNITS if unit not in KERNELS]
-        jobs = [(plan, unit, f"{work}/{plan.isa}-{unit}.o") for plan in plans for unit in KERNELS]
-        jobs += [(plans[0], unit, f"{work}/{unit}.o") for unit in shared]
-        list(pool.map(_compile, *zip(*jobs, strict=True)))
+        # The other units do not depend on the instruction set.
+        shared = {unit: _object(work, "all", unit) for unit in UNITS if unit not in KERNELS}
+        jobs = [(plans[0], *each) for each in shared.items()]
+        jobs += [(p, unit, _object(work, p.isa, unit)) for p in plans for unit in KERNELS]
+        list(pool.map(lambda job: _run(job[0].compile_command(*job[1:])), jobs))
         for plan in plans:
-            names = [f"{plan.isa}-{unit}" for unit in KERNELS] + shared
-            _link(compiler, [f"{work}/{name}.o" for name in names], folder / f"{plan.isa}.so")
+            kernels = [_object(work, plan.isa, unit) for unit in KERNELS]
+            _link(compiler, [*kernels, *shared.values()], folder / f"{plan.isa}.so")
     libraries = [folder / f"{isa}.so" for isa in isas]
     release = torch.__version__.partition("+")[0]
     made = Manifest(release, platform.machine(), _platform_tag(libraries), digests_of(SOURCES))
@@ -61,21 +60,20 @@ def prebuild(folder: Path, isas: Sequence[str]) -> Manifest:
     return made
 
 
-def _compile(plan: Plan, unit: str, to: str) -> None:
-    source = str(plan.sources / unit)
-    _run([plan.compiler, *plan.compile_flags(unit), "-c", source, "-o", to])
+def _object(work: str, isa: str, unit: str) -> Path:
+    return Path(work, f"{isa}-{Path(unit).stem}.o")
 
 
-def _link(compiler: str, objects: Sequence[str], library: Path) -> None:
+def _link(compiler: str, objects: Sequence[Path], library: Path) -> None:
     torch_flags = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-ltorch"]
     flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,-s", *torch_flags]
-    _run([compiler, *objects, *flags, "-o", str(library)])
+    _run([compiler, *map(str, objects), *flags, "-o", str(library)])
 
 
 def _platform_tag(libraries: Sequence[Path]) -> str:
-    """The tag of the oldest glibc that has all versions of symbols that the libraries need."""
-    told = [_run(["objdump", "-T", str(library)]) for library in libraries]
-    newest = max(int(number) for text in told for number in _GLIBC.findall(text))
+    """The tag of the oldest glibc that has all symbol versions that the libraries need."""
+    symbols = [_run(["objdump", "-T", str(library)]) for library in libraries]
+    newest = max(int(number) for text in symbols for number in _GLIBC.findall(text))
     return f"manylinux_2_{newest}_{platform.machine()}"
 
 
@@ -86,7 +84,7 @@ def _run(command: Sequence[str]) -> str:
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description="Build the kernels of a wheel.")
-    parser.add_argument("folder", type=Path, help="where the libraries come to")
+    parser.add_argument("folder", type=Path, help="output folder")
     parser.add_argument("--isa", action="append", help="instruction set; default: all")
     parser.add_argument(
         "--any-torch", action="store_true", help=f"with another torch than {OLDEST_TORCH}"

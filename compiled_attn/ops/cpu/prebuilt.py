@@ -1,4 +1,4 @@
-"""Libraries that came with the wheel: found, checked, and taken to where libraries are kept."""
+"""Prebuilt libraries of the wheel: checks them and copies them to the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from compiled_attn.ops.cpu.build import Build, default_folder, digests_of
-from compiled_attn.ops.cpu.libraries import is_whole, put, turn
+from compiled_attn.ops.cpu.libraries import build_lock, is_intact, put
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreError
 from graphs.files import digest_of, read_json
@@ -27,9 +27,9 @@ from graphs.store.safety import refuse_unsafe
 __all__ = ["MANIFEST", "PACKED", "Manifest", "prebuilt"]
 
 PACKED = Path(__file__).parent / "prebuilt"
-"""Where a wheel has its libraries; absent in a checkout."""
+"""The wheel's libraries; absent in a checkout."""
 MANIFEST = "manifest.json"
-_PATIENCE_SECONDS = 60.0
+_LOCK_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class Manifest:
     """What the libraries of a wheel were built from.
 
     Attributes:
-        torch: version of torch whose headers were used; older ones cannot load the libraries.
-        machine: as ``platform.machine()`` says.
+        torch: oldest torch that can load the libraries, whose headers were used.
+        machine: ``platform.machine()``.
         platform: tag of the wheel.
         sources: SHA-256 of each C++ source.
     """
@@ -51,7 +51,7 @@ class Manifest:
     sources: Mapping[str, str]
 
     def write(self, folder: Path) -> None:
-        """Writes it beside the libraries."""
+        """Writes it next to the libraries."""
         (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -60,7 +60,7 @@ class Manifest:
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is damaged.
+            ValueError: it is corrupt.
         """
         try:
             return cls(**read_json(folder / MANIFEST))
@@ -68,25 +68,25 @@ class Manifest:
             raise ValueError(f"expected a manifest of libraries: {error}") from error
 
     def misfit(self) -> str | None:
-        """Why the libraries do not serve here, or None."""
+        """Why the libraries cannot be used here, or None."""
         if self.machine != platform.machine():
-            return f"it is for {self.machine}, and this is {platform.machine()}"
+            return f"it was built for {self.machine}, and this is {platform.machine()}"
         if _numbers(torch.__version__) < _numbers(self.torch):
             return f"it needs torch {self.torch} or newer, and this is {torch.__version__}"
         if self.sources != digests_of(SOURCES):
-            return "the C++ sources were changed since"
+            return "the C++ sources have changed since"
         return None
 
 
 def prebuilt(isa: str, folder: Path | None = None, packed: Path | None = None) -> Build | None:
-    """The library of the wheel for an instruction set; None: none that fits, with a logged reason.
+    """Returns the wheel's library for an instruction set; None if none fits, with a logged reason.
 
-    It is copied to where built libraries are kept, as what was measured is kept beside it. Where
-    nothing can be kept, it is taken from the wheel itself.
+    Copies it to the cache, since tuning results are saved next to it; uses the wheel's own file
+    where the cache is not writable.
 
     Args:
         isa: one of `isa.ISAS`.
-        folder: where libraries are kept; None: `build.default_folder`.
+        folder: cache of libraries; None: `build.default_folder`.
         packed: folder of the wheel's libraries; None: `PACKED`.
     """
     packed = packed or PACKED
@@ -97,11 +97,11 @@ def prebuilt(isa: str, folder: Path | None = None, packed: Path | None = None) -
         home = folder or default_folder()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_unsafe(home.resolve())
-        kept = _kept(library, isa, home.resolve())
+        cached = _cached(library, isa, home.resolve())
     except (StoreError, OSError) as error:
-        _log.info("the prebuilt kernel is loaded from %s, as none can be kept: %s", packed, error)
-        kept = library
-    return Build(kept, isa, 0.0, is_prebuilt=True)
+        _log.info("loading the prebuilt kernel from %s: it cannot be cached: %s", packed, error)
+        cached = library
+    return Build(cached, isa, 0.0, is_prebuilt=True)
 
 
 @functools.cache
@@ -111,25 +111,25 @@ def _fits(packed: Path) -> bool:
     except (OSError, ValueError) as error:
         why = str(error)
     if why is not None:
-        _log.warning("the wheel's prebuilt kernel is not used, but built from source: %s", why)
+        _log.warning("building the kernel from source instead of using the wheel's: %s", why)
     return why is None
 
 
-def _kept(library: Path, isa: str, folder: Path) -> Path:
-    # `tune` keeps beside it which layers are faster than this torch's.
+def _cached(library: Path, isa: str, folder: Path) -> Path:
+    # The key includes torch: tuning results compare with its own layers.
     factors = [digest_of(library), torch.__version__, platform.machine(), *platform.libc_ver()]
     key = hashlib.sha256(json.dumps(factors).encode()).hexdigest()
-    kept = folder / f"{isa}-{key[:32]}.so"
-    if is_whole(kept):
-        return kept
-    with turn(kept, _PATIENCE_SECONDS):
-        if not is_whole(kept):
-            work = Path(tempfile.mkdtemp(prefix=f".{kept.stem}.", dir=folder))
+    cached = folder / f"{isa}-{key[:32]}.so"
+    if is_intact(cached):
+        return cached
+    with build_lock(cached, _LOCK_SECONDS):
+        if not is_intact(cached):
+            work = Path(tempfile.mkdtemp(prefix=f".{cached.stem}.", dir=folder))
             try:
-                put(Path(shutil.copyfile(library, work / "library.so")), kept)
+                put(Path(shutil.copyfile(library, work / "library.so")), cached)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
-    return kept
+    return cached
 
 
 def _numbers(version: Any) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""The op on CUDA devices, in Triton; nothing here is imported before a tensor of one arrives."""
+"""The op on CUDA devices, in Triton; imported lazily, when a CUDA tensor arrives."""

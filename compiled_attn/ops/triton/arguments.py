@@ -1,4 +1,4 @@
-"""The arguments of the kernels: of a call and its plan, with nothing read from the device."""
+"""Builds the arguments of the kernels from a call and its plan, without reading the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_attn.ops.triton.tiles import Plan, Problem, key_blocks
 
 __all__ = [
     "CODES",
-    "MOST_WARPS_OF_AMD",
+    "MAX_AMD_WARPS",
     "Launch",
     "attend_launch",
     "merge_launch",
@@ -24,17 +24,17 @@ __all__ = [
 ]
 
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""The names that kernels have for the dtypes of quantised caches."""
+"""Names of the dtypes of quantised caches in kernels."""
 
-_SMALL = 2.0**-100  # scales that are not 0 on any device
-_FAR = 1 << 30  # a window that holds all keys, and that a position can be added to
-_WRITTEN_AT_ONCE = 2048
-MOST_WARPS_OF_AMD = 8
-"""Warps have 64 threads there, twice as many: with more, a program's registers do not suffice."""
+_MIN_SCALE = 2.0**-100  # not flushed to 0 on any device
+_MAX_WINDOW = 1 << 30  # adding a position does not overflow
+_WRITE_TILE = 2048
+MAX_AMD_WARPS = 8
+"""AMD warps have 64 threads, twice as many: more of them would run out of registers."""
 
 
 class Launch(NamedTuple):
-    """A grid, the arguments by their names, and the compiler's options."""
+    """A grid, arguments by name, and compiler options."""
 
     grid: tuple[int, ...]
     arguments: dict[str, Any]
@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 
 
 def problem_of(call: PagedCall) -> Problem:
-    """The sizes of a call."""
+    """Returns the sizes of a call."""
     tokens, heads, key_dim = call.query.shape
     _, page, kv_heads, value_dim = call.value_cache.shape
     requests, width = call.block_table.shape
@@ -68,13 +68,13 @@ def attend_launch(
     widen: bool,
     has_fp8: bool,
 ) -> Launch:
-    """Of `attend.attend_kernel`.
+    """Returns the launch of `attend.attend_kernel`.
 
     Args:
-        call, plan: what is computed, and how.
+        call, plan: what to compute, and how.
         results: out and lse; or sums, maxima and totals of splits.
-        widen: bfloat16 is multiplied in float32 (interpreter).
-        has_fp8: the device converts e4m3.
+        widen: multiply bfloat16 in float32 (interpreter).
+        has_fp8: whether the device converts e4m3.
     """
     out, lse, totals = results
     problem, tile, splits = problem_of(call), plan.tile, plan.splits
@@ -97,7 +97,7 @@ def attend_launch(
         "factor": float(scoring.scale) * (1.0 if is_raised else math.log2(math.e)),
         "cap": float(softcap or 0.0),
         "lowest": -math.inf,
-        "window": min(window or 0, _FAR),
+        "window": min(window or 0, _MAX_WINDOW),
         "tokens": problem.tokens,
         "requests": problem.requests,
         "width": call.block_table.shape[1],
@@ -116,7 +116,7 @@ def attend_launch(
         "CAPPED": softcap is not None,
         "ALIBI": slopes is not None,
         "SINKS": scoring.sinks is not None,
-        "FACTOR_LAST": scoring.scale > _SMALL and not is_raised and call.key_scale is None,
+        "FACTOR_LAST": scoring.scale > _MIN_SCALE and not is_raised and call.key_scale is None,
         "IS_SPLIT": splits > 1,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
@@ -125,14 +125,14 @@ def attend_launch(
     }
     tiles = problem.tokens // (tile.rows // tile_heads) + max(problem.requests, 1)
     grid = tiles, problem.kv_heads * -(-problem.group // tile_heads), splits
-    warps = min(tile.warps, MOST_WARPS_OF_AMD) if torch.version.hip else tile.warps
+    warps = min(tile.warps, MAX_AMD_WARPS) if torch.version.hip else tile.warps
     return Launch(grid, arguments, {"num_warps": warps, "num_stages": tile.stages})
 
 
 def merge_launch(
     call: PagedCall, parts: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
 ) -> Launch:
-    """Of `merge.merge_kernel`; parts: sums, maxima and totals of each split."""
+    """Returns the launch of `merge.merge_kernel`; parts: sums, maxima, totals of each split."""
     tokens, heads, value_dim = out.shape
     arguments = {
         **dict(zip(("part_sums", "part_top", "part_total"), parts, strict=True)),
@@ -152,10 +152,10 @@ def merge_launch(
 
 
 def write_launch(call: PagedCall, new: NewTokens) -> Launch:
-    """Of `write.write_kernel`."""
+    """Returns the launch of `write.write_kernel`."""
     problem = problem_of(call)
     blocks = {"KEY": _block(problem.key_dim), "VALUE": _block(problem.value_dim)}
-    tile_heads = max(1, min(_block(problem.kv_heads, 1), _WRITTEN_AT_ONCE // max(blocks.values())))
+    tile_heads = max(1, min(_block(problem.kv_heads, 1), _WRITE_TILE // max(blocks.values())))
     arguments = {
         "key": new.key,
         "value": new.value,
@@ -176,7 +176,7 @@ def write_launch(call: PagedCall, new: NewTokens) -> Launch:
 
 
 def _caches(call: PagedCall) -> dict[str, Any]:
-    """What all kernels are told of the caches; fp8 as bytes."""
+    """Arguments that describe the caches; fp8 as bytes."""
     axes = "block", "slot", "head"
     return {
         "key_cache": _bytes(call.key_cache),
@@ -209,5 +209,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _block(size: int, least: int = 16) -> int:
-    """The power of two that holds a size."""
     return max(least, 1 << (size - 1).bit_length())

@@ -1,24 +1,41 @@
-"""Attention of a tile of query rows over the pages of its request, or a split of them."""
+"""Attention of a tile of query rows over the pages of its request, or over a split of them."""
 
 import triton
 import triton.language as tl
 
 from compiled_attn.ops.triton.codes import decode
-from compiled_attn.ops.triton.locate import request_of
-from compiled_attn.ops.triton.merge import LOG2E, apart, finish
+from compiled_attn.ops.triton.merge import LOG2E, finish, rounded_product
 
 
 @triton.jit
-def _capped(score, cap):
-    """``cap * tanh(score / cap)``, by means that every device has."""
+def _request_of(program, starts, requests, QUERIES: tl.constexpr):
+    """Finds the request of a program by bisection.
+
+    Request r has the programs from ``starts[r] // QUERIES + r`` on: ``T // QUERIES + R`` programs
+    serve any mix of R requests with T rows (as in vLLM's Triton kernel).
+    """
+    low = 0
+    high = requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // QUERIES + middle <= program:
+            low = middle + 1
+        else:
+            high = middle
+    return tl.maximum(low - 1, 0)
+
+
+@triton.jit
+def _softcap(score, cap):
+    """``cap * tanh(score / cap)`` by exponentials, which every device has."""
     power = tl.exp2(tl.abs(score) * (-2.0 * LOG2E / cap))
     size = cap * (1.0 - power) / (1.0 + power)
     return tl.where(score < 0, -size, size)
 
 
 @triton.jit
-def _product(left, right, WIDEN: tl.constexpr):
-    """Their matrix product in float32; the interpreter multiplies bits of bfloat16 otherwise."""
+def _dot(left, right, WIDEN: tl.constexpr):
+    """Matrix product in float32; the interpreter multiplies bfloat16 wrongly unless widened."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -36,12 +53,12 @@ def attend_kernel(
     starts,  # [R + 1]
     slopes,  # [HEADS] float32 or None
     sinks,  # [HEADS] float32 or None
-    out,  # [T, HEADS, VALUE_DIM]; float32 [splits, ...] of splits
-    lse,  # [T, HEADS] float32; of splits: the maxima [splits, ...]
-    totals,  # of splits: [splits, T, HEADS]; else None
-    factor,  # of scores; log2(e) is in it unless they are capped or raised
+    out,  # [T, HEADS, VALUE_DIM]; with splits: float32 [splits, ...]
+    lse,  # [T, HEADS] float32; with splits: maxima [splits, ...]
+    totals,  # with splits: [splits, T, HEADS]; else None
+    factor,  # of scores; includes log2(e) unless there is softcap or ALiBi
     cap,
-    lowest,  # -inf, which a compiler does not know
+    lowest,  # -inf, unknown to the compiler
     window,
     tokens,
     requests,
@@ -84,17 +101,17 @@ def attend_kernel(
     WIDEN: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """Of ``ROWS // TILE_HEADS`` tokens, ``TILE_HEADS`` heads of a KV head.
+    """Computes ``ROWS // TILE_HEADS`` tokens, ``TILE_HEADS`` heads of a KV head.
 
-    Grid: ``(T // QUERIES + R, Hk * cdiv(GROUP, TILE_HEADS), splits)``. The method is that of
-    FlashAttention-2 (Dao, 2023), over splits of the keys that of Flash-Decoding.
+    Grid: ``(T // QUERIES + R, Hk * cdiv(GROUP, TILE_HEADS), splits)``. FlashAttention-2
+    (Dao, 2023); with splits of the keys, Flash-Decoding.
     """
     QUERIES: tl.constexpr = ROWS // TILE_HEADS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     DTYPE: tl.constexpr = query.dtype.element_ty
-    # Scales of values go to the weights, which are fewer, but where these would be too small then.
+    # Applies value scales to the weights, which are fewer, unless float16 weights could underflow.
     SCALED_WEIGHTS: tl.constexpr = CODES != "none" and tl.float16 != DTYPE
-    # Of causal rows the last see most keys: they begin first, so that none is waited for alone.
+    # The last causal rows see the most keys: starts with them, so that none runs alone at the end.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
     split = tl.program_id(2)
@@ -120,7 +137,7 @@ def attend_kernel(
 
     if requests == 0:
         return
-    request = request_of(program, starts, requests, QUERIES)
+    request = _request_of(program, starts, requests, QUERIES)
     begin = tl.load(starts + request)
     end = tl.minimum(tl.load(starts + request + 1), tokens)
     given = tl.load(seq_lens + request)
@@ -194,19 +211,19 @@ def attend_kernel(
             keys = tl.load(
                 key_cache + key_at + dims[:, None], mask=(dims < KEY_DIM)[:, None], other=0
             )
-            scores = _product(queries, decode(keys, CODES, DTYPE, HAS_FP8), WIDEN)
+            scores = _dot(queries, decode(keys, CODES, DTYPE, HAS_FP8), WIDEN)
             if REST_BLOCK > 0:
                 keys = tl.load(
                     key_cache + key_at + rest[:, None], mask=(rest < KEY_DIM)[:, None], other=0
                 )
-                scores += _product(rest_queries, decode(keys, CODES, DTYPE, HAS_FP8), WIDEN)
+                scores += _dot(rest_queries, decode(keys, CODES, DTYPE, HAS_FP8), WIDEN)
             if CODES != "none":
                 scale_at = block * ks_block + slot * ks_slot + kv_head * ks_head
                 scores *= (tl.load(key_scale + scale_at) * factor)[None, :]
             elif not FACTOR_LAST:
                 scores *= factor
             if CAPPED:
-                scores = _capped(scores, cap)
+                scores = _softcap(scores, cap)
             if ALIBI:
                 scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
             if CAPPED or ALIBI:
@@ -223,23 +240,22 @@ def attend_kernel(
                     values = decode(values, CODES, tl.float32, HAS_FP8) * scale[:, None]
                     values = values.to(DTYPE)
             if not FACTOR_LAST:
-                # Devices fuse a product with the subtraction of the greatest one, which is rounded:
-                # of great scores the difference is then far from 0. So a maximum lies between, of
-                # what is -inf whenever it runs.
+                # Keeps devices from fusing the product with the subtraction of the rounded maximum,
+                # whose difference is far from 0 for large scores: `lowest` is always -inf.
                 scores = tl.maximum(scores, lowest, propagate_nan=tl.PropagateNan.ALL)
             if part == 1:
                 is_missing |= (is_block == 0).to(tl.int32)
             else:
                 scores = tl.where(is_block, scores, float("nan"))
-                # A weight of 0 does not hide a value that is NaN or infinite: those that see it
-                # become NaN by its score, which a mask hides from the others.
+                # A weight of 0 does not mask a NaN or infinite value: zeroes it, and gives its key
+                # a NaN score, which the mask hides from rows that do not see it.
                 is_finite = tl.abs(values.to(tl.float32)) < float("inf")
-                is_spoilt = tl.max((is_finite == 0).to(tl.int32), 1) > 0
+                is_nonfinite = tl.max((is_finite == 0).to(tl.int32), 1) > 0
                 if SCALED_WEIGHTS:
-                    is_spoilt = is_spoilt | ((tl.abs(scale) < float("inf")) == 0)
-                    scale = tl.where(is_spoilt, 0.0, scale)
-                scores = tl.where(is_spoilt[None, :], float("nan"), scores)
-                values = tl.where(is_spoilt[:, None], 0.0, values).to(DTYPE)
+                    is_nonfinite = is_nonfinite | ((tl.abs(scale) < float("inf")) == 0)
+                    scale = tl.where(is_nonfinite, 0.0, scale)
+                scores = tl.where(is_nonfinite[None, :], float("nan"), scores)
+                values = tl.where(is_nonfinite[:, None], 0.0, values).to(DTYPE)
                 sees = key[None, :] < length
                 if CAUSAL:
                     sees = sees & (key[None, :] <= position[:, None])
@@ -258,12 +274,12 @@ def attend_kernel(
             total = total * decay + tl.sum(weights, 1)
             if SCALED_WEIGHTS:
                 weights *= scale[None, :]
-            sums = sums * decay[:, None] + _product(weights.to(DTYPE), values, WIDEN)
+            sums = sums * decay[:, None] + _dot(weights.to(DTYPE), values, WIDEN)
             top = higher
 
     total = tl.where(tl.max(is_missing, 0) > 0, float("nan"), total)
     if FACTOR_LAST:
-        top = apart(top, factor)
+        top = rounded_product(top, factor)
     row_at = token.to(tl.int64) * HEADS + head
     if not IS_SPLIT:
         result, log_sum = finish(sums, top, total, sink, SINKS)

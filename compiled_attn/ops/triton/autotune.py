@@ -1,4 +1,4 @@
-"""Plans measured on the device, once a bucket, while graphs are warmed up and never after."""
+"""Measures plans on the device, once per bucket, only during warmup."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from compiled_attn.attention.scoring import Scoring
 from compiled_attn.ops import varlen
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.triton.arguments import CODES
-from compiled_attn.ops.triton.launch import attend, compiled
+from compiled_attn.ops.triton.launch import attend, compile_plan
 from compiled_attn.ops.triton.plans import PLANS, Plans, chip_of
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
 from compiled_attn.ops.triton.varlen_calls import REFUSED, VarlenCalls
 
 __all__ = ["call_of", "measuring", "tune"]
 
-_COLD_BYTES = 1 << 28  # of keys and of values: more than any device's second cache
+_COLD_BYTES = 1 << 28  # of keys and of values: more than any L2 cache
 _ROUNDS = 7
 
 _log = logging.getLogger(__name__)
 
 Clock = Callable[[Callable[[], object]], float]
-"""How long something takes, in any unit."""
+"""Times a call, in any unit."""
 
 
 @contextmanager
 def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
-    """While open, a problem that the op meets for the first time is measured.
+    """While open, the op measures each problem it meets for the first time.
 
-    Around a warmup, which runs each bucket before it captures it. `Plans.kept` has the results as
-    JSON, for `Plans.adopt` in a later process.
+    For warmups, which run each bucket before capturing it. `Plans.export` and `Plans.adopt` carry
+    the results to later processes.
     """
     plans.measure, plans.varlen = tune, VarlenCalls()
     try:
@@ -49,24 +49,24 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
 
 
 def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> Plan:
-    """The fastest of some plans of a problem: tiles, then numbers of splits, then varlen."""
+    """Returns the fastest plan of a problem: tries tiles, then numbers of splits, then varlen."""
     clock, chip = clock or partial(_milliseconds, device=device), chip_of(device)
     usual = plan(problem, chip)
     try:
         call = call_of(problem, device)
-    except torch.OutOfMemoryError:  # a cache has most of it: no reason to fail a warmup
-        REFUSED[device, problem] = "was not measured: the device has no memory left for it"
+    except torch.OutOfMemoryError:  # caches take most memory: must not fail the warmup
+        REFUSED[device, problem] = "was not measured: the device is out of memory"
         return usual
     best = _fastest([usual, *other_tiles(problem, chip)], call, clock)
     return _or_varlen(problem, _fastest([best, *other_splits(best)], call, clock), call, clock)
 
 
 def call_of(problem: Problem, device: torch.device) -> PagedCall:
-    """A random call of a problem whose requests are alike and half as long as they can be."""
+    """Returns a random call whose requests are equal and half as long as they can be."""
     dtype = getattr(torch, problem.dtype)
-    kept = {name: each for each, name in CODES.items()}.get(problem.codes, dtype)
+    stored = {name: each for each, name in CODES.items()}.get(problem.codes, dtype)
     requests, width = max(problem.requests, 1), problem.keys // problem.page
-    cell_bytes = problem.page * problem.kv_heads * problem.key_dim * kept.itemsize
+    cell_bytes = problem.page * problem.kv_heads * problem.key_dim * stored.itemsize
     blocks = 1 + min(requests * width, max(1, _COLD_BYTES // cell_bytes))
     cells = blocks, problem.page, problem.kv_heads
     heads = problem.kv_heads * problem.group
@@ -75,8 +75,8 @@ def call_of(problem: Problem, device: torch.device) -> PagedCall:
     starts = torch.arange(requests + 1, device=device) * problem.tokens // requests
     return PagedCall(
         torch.randn(problem.tokens, heads, problem.key_dim, device=device).to(dtype),
-        _random((*cells, problem.key_dim), kept, device),
-        _random((*cells, problem.value_dim), kept, device),
+        _random((*cells, problem.key_dim), stored, device),
+        _random((*cells, problem.value_dim), stored, device),
         table,
         torch.full((requests,), (problem.keys + 1) // 2, device=device, dtype=torch.int32),
         starts.int(),
@@ -88,13 +88,12 @@ def call_of(problem: Problem, device: torch.device) -> PagedCall:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if dtype.itemsize == 1:  # any codes: 0x70 and less are numbers in each of the dtypes
+    if dtype.itemsize == 1:  # codes up to 0x70 are finite in each dtype
         return torch.randint(0, 0x70, shape, device=device, dtype=torch.uint8).view(dtype)
     return torch.randn(shape, device=device, dtype=dtype)
 
 
 def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
-    """The fastest plan that the device has the memory and the registers for."""
     _compile(plans, call)
     times: dict[Plan, float] = {}
     for each in plans:
@@ -106,33 +105,32 @@ def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
 
 
 def _compile(plans: list[Plan], call: PagedCall) -> None:
-    """Compiles plans side by side: most of that is done without Python's lock."""
+    """Compiles plans concurrently: most of it runs without the GIL."""
 
     def one(each: Plan) -> None:
-        with suppress(Exception):  # it is told when the plan is measured
-            compiled(call, each)
+        with suppress(Exception):  # raised again when the plan is measured
+            compile_plan(call, each)
 
     with ThreadPoolExecutor(min(len(plans), os.cpu_count() or 1)) as threads:
         list(threads.map(one, plans))
 
 
 def _or_varlen(problem: Problem, best: Plan, call: PagedCall, clock: Clock) -> Plan:
-    """The plan, or the one that takes varlen where it can, if it can here and is faster."""
     if lacks := varlen.why_not(call):
-        _log.info("varlen is not measured beside Triton: it %s", lacks)
+        _log.info("varlen is not measured: it %s", lacks)
         return best
     other = best._replace(varlen=True)
     try:
         times = {each: clock(partial(attend, call, each)) for each in (best, other)}
-    except RuntimeError as error:  # it says what it cannot do only when it is called
-        _log.warning("varlen is not taken: %s", error)
+    except RuntimeError as error:  # varlen reports some limits only when called
+        _log.warning("varlen is not used: %s", error)
         REFUSED[call.query.device, problem] = "failed: " + str(error).partition("\n")[0]
         return best
     return min(times, key=times.__getitem__)
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs, after two that compile and warm up."""
+    """Median of some runs, after two for compilation and warmup."""
     run(), run()
     times: list[float] = []
     for _ in range(_ROUNDS):

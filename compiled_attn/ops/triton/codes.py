@@ -1,7 +1,6 @@
-"""Elements of caches of 8 bits: codes to numbers and back, exact on all devices.
+"""Decodes and encodes 8-bit caches, exactly on all devices.
 
-The conversions of Triton for fp8 begin with sm_89, where they read codes; elsewhere that is done in
-integer arithmetic, and everywhere codes are made in it.
+Triton converts fp8 from sm_89 on; elsewhere, and for encoding everywhere, integer arithmetic does.
 """
 
 import triton
@@ -12,10 +11,7 @@ _BIG = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a float32 to 
 
 @triton.jit
 def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constexpr):
-    """Stored elements as numbers of a dtype: codes without their scale; exact.
-
-    HAS_FP8: the device converts e4m3.
-    """
+    """Decodes stored elements to a dtype, without scale; HAS_FP8: the device converts e4m3."""
     if CODES == "e4m3" and HAS_FP8:
         numbers = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
     elif CODES == "e4m3":
@@ -34,10 +30,8 @@ def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constex
 
 @triton.jit
 def encode(scaled, CODES: tl.constexpr):
-    """Float32 numbers, divided by their scale, as codes: rounded to even and saturated.
-
-    See `compiled_attn.cache.quantisation.encode`, whose bits these are.
-    """
+    """Encodes scaled float32: rounds to even and saturates, bit-equal to
+    `compiled_attn.cache.quantisation.encode`."""
     if CODES == "e4m3":
         codes = _float8(scaled, 3, 7, 448.0)
     elif CODES == "e5m2":

@@ -1,7 +1,7 @@
-"""The ops on a device: checks of shapes, a plan, one to three kernels, and no look at any number.
+"""The ops on CUDA devices: checks shapes, selects a plan, launches one to three kernels.
 
-Arguments and results are those of `compiled_attn.ops.reference`. Numbers in tensors are on the
-device and are not checked: what is out of range makes NaN, or is not written.
+Arguments and results are those of `compiled_attn.ops.reference`, but indices, which are on the
+device, are not checked: out of range, they give NaN or are not written.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from compiled_attn.ops.triton.tiles import Plan
 from compiled_attn.ops.triton.varlen_calls import REFUSED
 from compiled_attn.ops.triton.write import write_kernel
 
-__all__ = ["Runner", "attend", "compiled", "paged_attention", "paged_attention_"]
+__all__ = ["Runner", "attend", "compile_plan", "paged_attention", "paged_attention_"]
 
 Runner: TypeAlias = Callable[[Any, Launch], None]
-"""What becomes of a kernel and its launch."""
+"""Runs or compiles a kernel with a launch."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,19 +70,19 @@ def paged_attention_(
 
 
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
-    """Attends a call whose shapes fit; plan: None: the one that was measured, or the usual one."""
-    plan = plan or _planned(call)
+    """Computes a call with valid shapes; plan: None: the measured one, or the default."""
+    plan = plan or _plan_of(call)
     if plan.varlen and varlen.why_not(call) is None:
         return varlen.attend(call)
-    return _attended(call, plan, _run)
+    return _launch(call, plan, _run)
 
 
-def compiled(call: PagedCall, plan: Plan) -> None:
-    """Compiles the kernels of a plan, or finds them compiled, and runs none; in any thread."""
-    _attended(call, plan, _compile)
+def compile_plan(call: PagedCall, plan: Plan) -> None:
+    """Compiles the kernels of a plan without running them; thread-safe."""
+    _launch(call, plan, _compile)
 
 
-def _attended(call: PagedCall, plan: Plan, run: Runner) -> tuple[Tensor, Tensor]:
+def _launch(call: PagedCall, plan: Plan, run: Runner) -> tuple[Tensor, Tensor]:
     query = call.query
     tokens, heads, _ = query.shape
     out = query.new_empty(tokens, heads, call.value_cache.shape[3])
@@ -98,8 +98,7 @@ def _attended(call: PagedCall, plan: Plan, run: Runner) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def _planned(call: PagedCall) -> Plan:
-    """The plan of a call; in a warmup, whether varlen serves it is noted for the report."""
+def _plan_of(call: PagedCall) -> Plan:
     problem = problem_of(call)
     plan = PLANS.of(problem, call.query.device)
     if PLANS.measure is not None:
@@ -144,5 +143,4 @@ def _compile(kernel: Any, launch: Launch) -> None:
 
 
 def _device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Kernels are launched on the device of their tensors."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

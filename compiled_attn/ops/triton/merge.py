@@ -1,4 +1,4 @@
-"""The end of a row's softmax: its splits merged, its sink joined, its sums divided."""
+"""Merges the splits of a row, adds its sink, and normalizes."""
 
 import triton
 import triton.language as tl
@@ -8,22 +8,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def apart(number, factor):
-    """Their product, behind a selection: devices would fuse it with a subtraction, which is then
-    not 0 for the number itself."""
+def rounded_product(number, factor):
+    """Multiplies through a select, so that devices do not fuse the product with a subtraction,
+    which would not be 0 for the number itself."""
     return tl.where(number == float("-inf"), float("-inf"), number * factor)
 
 
 @triton.jit
 def finish(sums, top, total, sink, SINKS: tl.constexpr):
-    """Results of rows: sums ``[n, Dv]``, maxima and totals ``[n]`` (powers of two) -> out, lse.
+    """Normalizes rows: sums ``[n, Dv]``, maxima and totals ``[n]`` (base 2) -> out, lse.
 
-    A row whose total is 0 has seen no key: it is zero, its lse the sink's score or -inf.
+    A row with total 0 sees no key: out is zero, lse the sink's score or -inf.
     """
     nothing = total == 0
     best = top
     if SINKS:
-        # The selection changes nothing that is looked at, see `apart`.
+        # The select prevents fusion, see `rounded_product`; its value is not used.
         raised = tl.where(nothing, 0.0, sink * LOG2E)
         best = tl.maximum(top, raised)
         own = tl.exp2(top - best)
@@ -51,7 +51,7 @@ def merge_kernel(
     VALUE_BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Of one token and head: what its splits found, as one softmax. Grid: ``(T, H)``."""
+    """Merges the splits of one token and head. Grid: ``(T, H)``."""
     token = tl.program_id(0)
     row = token.to(tl.int64) * HEADS + tl.program_id(1)
     rows = row + tl.arange(0, 1)

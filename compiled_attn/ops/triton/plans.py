@@ -1,4 +1,4 @@
-"""The plans of this process: those that were measured, and the usual ones of all other problems."""
+"""The plans of this process: measured ones, and defaults for all other problems."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from compiled_attn.ops.triton.varlen_calls import VarlenCalls
 
 __all__ = ["PLANS", "Plans", "chip_of"]
 
-_UNKNOWN = Chip(132, is_hopper=False)  # where no device tells
+_UNKNOWN = Chip(132, is_hopper=False)  # without a CUDA device
 
 
 class Plans:
-    """Plans by devices and problems.
+    """Plans by device and problem.
 
     Attributes:
-        measure: gives the plan of a problem that has none yet; None, as it is but for a warmup
-            (`autotune.measuring`): such a problem has the usual plan.
-        varlen: calls of the last warmup.
+        measure: measures the plan of a new problem; None, except during a warmup
+            (`autotune.measuring`): uses the default plan.
+        varlen: kinds of calls of the last warmup.
     """
 
     def __init__(self) -> None:
@@ -30,29 +30,29 @@ class Plans:
         self._measured: dict[tuple[torch.device, Problem], Plan] = {}
 
     def of(self, problem: Problem, device: torch.device) -> Plan:
-        """The plan that was measured of a problem, or the usual one."""
+        """Returns the measured plan of a problem, or the default."""
         found = self._measured.get((device, problem))
         if found is None and self.measure and not _is_capturing(device):
             found = self._measured[device, problem] = self.measure(problem, device)
-        return found or _usual(problem, device)
+        return found or _default(problem, device)
 
-    def kept(self, device: torch.device) -> dict[str, list[int]]:
-        """What was measured on a device, as JSON by the names of problems: rows, keys, warps,
-        stages, splits, and 1 for varlen or 0."""
+    def export(self, device: torch.device) -> dict[str, list[int]]:
+        """Returns a device's measured plans for JSON, by problem name: rows, keys, warps, stages,
+        splits, and 1 for varlen or 0."""
         return {
             problem.name: [*tile, splits, int(varlen)]
             for (where, problem), (tile, splits, varlen) in self._measured.items()
             if where == device
         }
 
-    def adopt(self, kept: Mapping[str, list[int]], device: torch.device) -> None:
-        """Takes for a device what `kept` gave, of an earlier process on the same kind of device.
+    def adopt(self, exported: Mapping[str, list[int]], device: torch.device) -> None:
+        """Adopts what `export` returned on the same kind of device.
 
         Raises:
-            ValueError: it is none of it.
+            ValueError: invalid plans.
         """
         plans: dict[tuple[torch.device, Problem], Plan] = {}
-        for name, numbers in kept.items():
+        for name, numbers in exported.items():
             are_sizes = all(type(each) is int and each > 0 for each in numbers[:5])
             is_plan = len(numbers) == 6 and are_sizes and numbers[5] in (0, 1)
             if not is_plan or any(size & (size - 1) for size in numbers[:3]):
@@ -66,11 +66,11 @@ class Plans:
 
 
 PLANS = Plans()
-"""Those that the ops take: torch keeps one op a name, and so one table of plans."""
+"""The plans used by the ops: global, as torch's ops are."""
 
 
 def chip_of(device: torch.device) -> Chip:
-    """What plans depend on of a device."""
+    """Returns the properties of a device that plans depend on."""
     if device.type != "cuda":
         return _UNKNOWN
     found = torch.cuda.get_device_properties(device)
@@ -78,7 +78,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 @lru_cache(maxsize=4096)
-def _usual(problem: Problem, device: torch.device) -> Plan:
+def _default(problem: Problem, device: torch.device) -> Plan:
     return plan(problem, chip_of(device))
 
 

@@ -1,4 +1,4 @@
-"""The registration of the Triton ops for CUDA tensors, why there may be none, and their warmup."""
+"""Registers the Triton ops for CUDA tensors, without importing Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["measured_plans", "register", "why_not"]
 
 
 def why_not() -> str | None:
-    """Why CUDA tensors have no op here, or None. Imports no Triton."""
+    """Returns why CUDA tensors have no op here, or None."""
     if find_spec("triton") is None:
         return f"which is not installed: {install_command('triton')}"
     if not torch.cuda.is_available():
@@ -25,27 +25,27 @@ def why_not() -> str | None:
 
 
 def register(library: torch.library.Library, key: str = "CUDA") -> None:
-    """Gives the ops of a library, which are defined, their kernels for a dispatch key."""
+    """Registers kernels for the ops, which are already defined."""
     for name, op in _OPS.items():
         library.impl(name, op, key)
 
 
 def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str]]:
-    """Open around a warmup on a device: plans of its buckets are measured, or found in a file.
+    """During a warmup, measures the plans of its buckets, or reads them from a file.
 
-    It gives notes for the engine's report, which are there when it closes. On devices without these
-    ops it does nothing, and has none.
+    Yields notes for the engine's report, complete on exit. Does nothing on devices without these
+    ops.
     """
     if device.type != "cuda" or why_not() is not None:
         return nullcontext({})
-    from compiled_attn.ops.triton.kept import kept_plans, plans_file
+    from compiled_attn.ops.triton.plan_file import plans_file, saved_plans
 
     own = torch.empty(0, device=device).device  # "cuda" has no index, its tensors do
-    return kept_plans(plans_file(own), own)
+    return saved_plans(plans_file(own), own)
 
 
 def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    from compiled_attn.ops.triton.launch import paged_attention  # which imports Triton
+    from compiled_attn.ops.triton.launch import paged_attention  # imports Triton
 
     return paged_attention(*arguments, **options)
 

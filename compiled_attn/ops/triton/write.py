@@ -1,11 +1,11 @@
-"""New tokens into the caches: as they are, or as codes with a scale a token and head."""
+"""Writes new tokens to the caches: unchanged, or as codes with a scale per token and head."""
 
 import triton
 import triton.language as tl
 
 from compiled_attn.ops.triton.codes import encode
 
-# The smallest largest element of a row, as `compiled_attn.cache.quantisation` has it.
+# Lower bound of a row's largest element, as in `compiled_attn.cache.quantisation`.
 _TINY = tl.constexpr(2.0**-110)
 
 
@@ -45,7 +45,7 @@ def write_kernel(
     CODES: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Of one token: some of its heads. Grid: ``(T, cdiv(Hk, TILE_HEADS))``."""
+    """Writes some heads of one token. Grid: ``(T, cdiv(Hk, TILE_HEADS))``."""
     token = tl.program_id(0).to(tl.int64)
     slot_of_all = tl.load(slots + token)
     block = slot_of_all // PAGE
@@ -79,7 +79,7 @@ def _write(
     if CODES != "none":
         rows = rows.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(rows), 1), _TINY)
-        is_nan = tl.max((rows != rows).to(tl.int32), 1) > 0  # a maximum need not tell
+        is_nan = tl.max((rows != rows).to(tl.int32), 1) > 0  # a maximum may drop NaN
         scale = tl.div_rn(tl.where(is_nan, float("nan"), largest), LARGEST)
         tl.store(scales + scale_at + heads * scale_head, scale, mask=heads < KV_HEADS)
         divisor = tl.broadcast_to(scale[:, None], rows.shape)

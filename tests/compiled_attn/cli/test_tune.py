@@ -1,4 +1,4 @@
-"""The command that measures the kernels' forms and linear layers again."""
+"""The command that measures kernels and linear layers again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from compiled_attn.cli import tune
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops import load
-from compiled_attn.ops.cpu.forms import Chosen, Forms
+from compiled_attn.ops.cpu.kernel_tuning import KernelTuning, TuningResult
 from compiled_attn.ops.tuning import Tuning
 from tests.compiled_attn.cli.commands import assert_refused
 
@@ -29,9 +29,9 @@ def calibrated(monkeypatch) -> list[Path]:
     """Libraries that were calibrated, for none of which that takes time."""
     libraries: list[Path] = []
 
-    def calibrate(library: Path, isa: str, ops: object) -> Chosen:
+    def calibrate(library: Path, isa: str, ops: object) -> TuningResult:
         libraries.append(library)
-        return Chosen(Forms.of("avx512_bf16"), {"few_rows floats": 0.75})
+        return TuningResult(KernelTuning.default("avx512_bf16"), {"decode float32": 0.75})
 
     monkeypatch.setattr("compiled_attn.cli.tune.calibrate", calibrate)
     return libraries
@@ -54,16 +54,14 @@ def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, mode
 
 
 @pytest.mark.usefixtures("tuned")
-def test_tune_measures_the_forms_of_the_kernels_and_says_which_is_taken(
-    command, model_dir, calibrated
-):
+def test_tune_measures_the_kernels_and_prints_the_selected_tuning(command, model_dir, calibrated):
     outcome = command("tune", model_dir)
     if (built := load().build) is None:
-        pytest.skip("no native kernel on this machine, so it has no forms")
+        pytest.skip("no native kernel on this machine, so there is nothing to tune")
     assert calibrated == [built.library]
     told = " ".join(outcome.out.split())
-    assert "few rows pairs, many pairs, linear pairs, halves floats, 32 KiB ahead to L2" in told
-    told = [line for line in outcome.out.splitlines() if "few_rows floats" in line]
+    assert "decode bf16-dot, prefill bf16-dot, linear bf16-dot," in told
+    told = [line for line in outcome.out.splitlines() if "decode float32" in line]
     assert "0.75" in told[0]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from compiled_attn.engine import SamplingParams, sample
 from compiled_attn.engine.sampling_rows import SamplingRows, uniforms
-from compiled_attn.ops.drawn_tokens import likely, reference
+from compiled_attn.ops.sampling import greedy, reference
 
 VOCAB = 300
 NUMBERS = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40))
@@ -21,12 +21,12 @@ def logits_of(rows: int) -> torch.Tensor:
 
 def test_rows_without_a_draw_give_their_most_likely_token():
     logits = logits_of(4)
-    assert torch.equal(reference(logits, *SamplingRows.padding(4)), likely(logits))
+    assert torch.equal(reference(logits, *SamplingRows.padding(4)), greedy(logits))
     settings = SamplingRows.of([2], [SamplingParams(temperature=9.0, seed=5)], [0], 4, VOCAB)
     tokens = reference(logits, *settings)
     others = [0, 1, 3]
-    assert torch.equal(tokens[others], likely(logits)[others])
-    assert tokens[2] != likely(logits)[2]
+    assert torch.equal(tokens[others], greedy(logits)[others])
+    assert tokens[2] != greedy(logits)[2]
 
 
 def test_a_top_k_beyond_64_bits_keeps_all():

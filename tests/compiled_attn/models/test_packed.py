@@ -147,7 +147,7 @@ def test_halves_give_the_very_bits_of_whole_weights():
     whole, halves = KINDS["halves"].model(), KINDS["halves"].model()
     pack_linears(whole, contextlib.ExitStack())
     pack_linears(halves, contextlib.ExitStack(), in_halves)
-    with torch.no_grad(), halves_by("floats", load(strict=True)):
+    with torch.no_grad(), halves_by("float32", load(strict=True)):
         for one, other in zip(halves(IDS), whole(IDS), strict=True):
             assert torch.equal(one, other)
 

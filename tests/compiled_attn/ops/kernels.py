@@ -1,8 +1,12 @@
-"""The kernels that this machine can run, the best one first; and those of other devices."""
+"""The kernels that this machine can run, best first, and those of other devices."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,9 @@ import torch
 from torch import Tensor
 
 from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load
+from compiled_attn.ops.cpu import kernel_tuning
 from compiled_attn.ops.cpu.build import find_compiler
+from compiled_attn.ops.cpu.kernel_tuning import KernelTuning
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register
 from tests.fake_device import open_device
@@ -23,10 +29,13 @@ ON_DEVICES = [
     pytest.param(TRITON, marks=pytest.mark.slow),
     pytest.param(CUDA, marks=pytest.mark.gpu),
 ]
-"""Kernels that cannot look at numbers before they run: interpreted, and on the device."""
+"""Kernels that cannot check indices on the host: interpreted, and on the device."""
+AMX = "amx_bf16"
+WITHOUT_AMX = next(isa for isa in available_isas() if isa != AMX)
 
 
-def loaded(isa: str) -> NativeOps:
+def loaded(isa: str | None, *, plain_tiles: bool = False) -> NativeOps:
+    """The ops of a kernel, None: of the session; skips the test where it cannot be built."""
     if isa == TRITON:
         return interpreted()
     if isa == CUDA:
@@ -38,7 +47,34 @@ def loaded(isa: str) -> NativeOps:
         find_compiler()
     except NativeUnavailable as error:
         pytest.skip(str(error)) if isa != "reference" else None
-    return load(isa)
+    return load(isa, strict=isa is None, plain_tiles=plain_tiles)
+
+
+@contextmanager
+def tuned(ops: NativeOps, **changes: Any) -> Iterator[NativeOps]:
+    """The kernels with changes to their tuning meanwhile."""
+    library = ops.build.library
+    before = _APPLIED.get(library, ops.tuning.tuning if ops.tuning else KernelTuning.default(AMX))
+    _APPLIED[library] = replace(before, **changes)
+    kernel_tuning.apply(library, _APPLIED[library])
+    try:
+        yield ops
+    finally:
+        _APPLIED[library] = before
+        kernel_tuning.apply(library, before)
+
+
+_APPLIED: dict[Path, KernelTuning] = {}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def interpreted() -> NativeOps:
@@ -64,7 +100,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 class OnDevice(NativeOps):
-    """The ops on a device, for tensors of the CPU: moved there, and back what is written."""
+    """The ops on a device, for CPU tensors: moves them there, and results and writes back."""
 
     device = "cuda"
 

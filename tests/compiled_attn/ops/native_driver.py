@@ -9,12 +9,14 @@ from itertools import product
 import torch
 
 from compiled_attn.ops import NativeOps, load
-from compiled_attn.ops.cpu.forms import Forms, take
-from tests.compiled_attn.ops.cpu.test_player import CALLS, assert_moved
+from compiled_attn.ops.cpu import kernel_tuning
+from compiled_attn.ops.cpu.kernel_tuning import KernelTuning
+from tests.compiled_attn.ops.cpu.test_replayer import CALLS, assert_moved
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
 from tests.compiled_attn.ops.packed_layers import ROWS, SIZES, assert_product, layer, packed_as
-from tests.compiled_attn.ops.test_drawn_tokens import (
+from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES
+from tests.compiled_attn.ops.test_sampling import (
     DTYPES,
     KINDS,
     draws_of,
@@ -22,8 +24,7 @@ from tests.compiled_attn.ops.test_drawn_tokens import (
     rows_of,
     settle,
 )
-from tests.compiled_attn.ops.test_drawn_tokens import SIZES as VOCABULARIES
-from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES
+from tests.compiled_attn.ops.test_sampling import SIZES as VOCABULARIES
 
 DRAWS = [
     (0.0, 1, 1.0, 0.0, 0.0),
@@ -60,17 +61,18 @@ def main(isa: str, tiles: str) -> None:
         raise AssertionError("a bad call was served")
     for case in ({}, {"cache_dtype": torch.int8}, {"dim": 7, "dtype": torch.bfloat16}):
         step = scene([(3, 9), (90, 300)], **case)
-        spoilt = step.options.get("value_scale", step.value_cache)
-        spoilt[step.block_table[:2, 2].long(), 0] = torch.nan  # of keys that later rows see alone
+        poisoned = step.options.get("value_scale", step.value_cache)
+        poisoned[step.block_table[:2, 2].long(), 0] = torch.nan  # of keys that later rows see alone
         out, _ = ops.paged_attention(*step.arguments, **step.options)
         assert out[0].isfinite().all() and out[2].isnan().any()
-    take(ops.build.library, replace(Forms.of("amx_bf16"), linear_halves="tiles"))
+    tuning = replace(KernelTuning.default("amx_bf16"), linear_bf16_weights="amx")
+    kernel_tuning.apply(ops.build.library, tuning)
     for rows, sizes, kind in product(ROWS, SIZES, ("bfloat16", "float32", "halves")):
         input, weight, bias = layer(rows, *sizes, kind=kind)
         packed, _ = packed_as(kind, weight)
         assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
         gate, up = (each.double() for each in ops.packed_linears(input, [packed] * 2))
-        gated = ops.packed_gated(input, [packed] * 2).double()
+        gated = ops.packed_swiglu(input, [packed] * 2).double()
         torch.testing.assert_close(gated, gate * gate.sigmoid() * up, rtol=2**-7, atol=1e-5)
         ids = torch.tensor([0, len(weight) - 1])
         assert torch.equal(ops.packed_rows(packed, ids), weight[ids])
@@ -82,7 +84,7 @@ def main(isa: str, tiles: str) -> None:
                 rows = zip(logits, DRAWS, strict=True)
                 assert tokens == [of_sorted(row, *draw) for row, draw in rows]
     for make in CALLS:
-        assert_moved(ops, ops.player(), make)
+        assert_moved(ops, ops.replayer(), make)
     print("clean", len(CASES), len(WRITES))
 
 

@@ -1,52 +1,22 @@
-"""Packed linear layers, and by which kernels they are multiplied: for the tests of them."""
+"""Packed linear layers for tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from contextlib import AbstractContextManager
 
-import pytest
 import torch
 
-from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load, packed_linear
-from compiled_attn.ops.cpu.build import find_compiler
-from compiled_attn.ops.cpu.forms import Forms, take
+from compiled_attn.ops import NativeOps, packed_linear
+from tests.compiled_attn.ops.kernels import tuned
 
-AMX = "amx_bf16"
-BEST, *OTHERS = available_isas()
-WITHOUT_TILES = next(isa for isa in available_isas() if isa != AMX)
 # Around a tile, two of them, and as many rows as are taken at once.
 ROWS = [1, 2, 5, 8, 13, 15, 16, 17, 31, 33, 48, 63, 64, 257]
 SIZES = [(16, 32), (48, 96), (80, 64), (144, 576), (16 * 13, 32)]
 
 
-def loaded(isa: str, *, plain_tiles: bool = False) -> NativeOps:
-    """The kernels for an instruction set; a test is skipped where none can be built."""
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    return load(isa, plain_tiles=plain_tiles)
-
-
-_TAKEN: dict[Path, Forms] = {}
-"""Of libraries that have others than at their start."""
-
-
-@contextmanager
-def halves_by(products: str, ops: NativeOps) -> Iterator[NativeOps]:
-    """The kernels, of which layers of halves are computed so meanwhile."""
-    library = ops.build.library
-    begun = _TAKEN.get(library, ops.chosen.forms if ops.chosen else Forms.of(AMX))
-    _TAKEN[library] = replace(begun, linear_halves=products)
-    take(library, _TAKEN[library])
-    try:
-        yield ops
-    finally:
-        _TAKEN[library] = begun
-        take(library, begun)
+def halves_by(kind: str, ops: NativeOps) -> AbstractContextManager[NativeOps]:
+    """The kernels, which compute layers of upper halves with a kind of dot products meanwhile."""
+    return tuned(ops, linear_bf16_weights=kind)
 
 
 def layer(

@@ -23,7 +23,7 @@ PLAIN = AttentionTraits("cpu", torch.float32, (torch.float32, torch.float32))
 HALF, INT8, E4M3 = torch.float16, torch.int8, torch.float8_e4m3fn
 
 LACKS = {
-    "metadata in parts alone": ({"by_request": False}, "request by request"),
+    "metadata in parts alone": ({"by_request": False}, "metadata by request"),
     "partitions": ({"partitions": True}, "no partitions"),
     "a left pad": ({"left_pad": True}, "no left pad"),
     "gradients": ({"gradients": True}, "no gradients"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_attn.ops import NativeOps
-from tests.compiled_attn.ops.kernels import BEST, FAKE_DEVICE, ON_DEVICES, loaded
+from tests.compiled_attn.ops.kernels import BEST, FAKE_DEVICE, ON_DEVICES, loaded, threads
 from tests.compiled_attn.ops.native_scene import assert_right, scene
 from tests.slow import slow_but
 
@@ -83,19 +83,15 @@ def test_a_row_that_sees_nothing_is_zero_beside_infinite_values(ops, rows):
 
 
 def test_the_number_of_threads_is_torchs_in_every_thread(ops):
-    before = torch.get_num_threads()
     arguments = step()
     results = []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    for count in (1, 2):
+        with threads(count):
             call = threading.Thread(
                 target=lambda: results.append(ops.paged_attention_(*arguments, 0.1)[0])
             )
             call.start()
             call.join()
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(*results)
 
 
@@ -158,7 +154,7 @@ def _gamma(roundings: int) -> float:
 
 
 _EXPONENTIAL = 3e-6 + _gamma(100)
-"""Relative error of a weight: that of the kernels' polynomial (`column_softmax.h`), and of its
+"""Relative error of a weight: that of the kernels' polynomial (`vmath.h`), and of its
 argument, which is above -100 where the weight is not nothing."""
 
 

@@ -16,7 +16,7 @@ from compiled_attn.compat.paged import (
     paged_attention_v2,
 )
 from compiled_attn.ops import KernelArgumentError
-from compiled_attn.ops.paged_attention import refusing
+from compiled_attn.ops.paged_attention import call_op
 from tests.compiled_attn.compat.flash.cases import Case
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -167,7 +167,7 @@ def test_what_the_kernel_refuses_is_an_error_of_arguments_and_no_other_is(name):
 
     sentence = f"{name}: expected block_table[0, 0] in 0..3, got 9: look"
     with pytest.raises(KernelArgumentError, match="block_table"):
-        refusing(raising(RuntimeError(sentence)), 1, scale=2)
+        call_op(raising(RuntimeError(sentence)), 1, scale=2)
     others = (
         RuntimeError("renorm: expected maxnorm to be >= 0"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory"),
@@ -175,7 +175,7 @@ def test_what_the_kernel_refuses_is_an_error_of_arguments_and_no_other_is(name):
         KernelArgumentError(sentence),
     )
     for error in others:
-        with pytest.raises(type(error)) as told:
-            refusing(raising(error))
-        assert told.value is error
-    assert refusing(lambda x, *, y: x + y, 1, y=2) == 3
+        with pytest.raises(type(error)) as raised:
+            call_op(raising(error))
+        assert raised.value is error
+    assert call_op(lambda x, *, y: x + y, 1, y=2) == 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_attn.ops import NativeOps, NativeUnavailable, load
+from compiled_attn.ops import NativeOps
 from compiled_attn.ops.cpu.isa import available_isas
 from tests.compiled_attn.ops.kernels import ON_DEVICES, loaded
 from tests.compiled_attn.ops.native_scene import Scene, scene
@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16},
     "int8": {"cache_dtype": torch.int8},
-    "int8 for bfloat16": {"cache_dtype": torch.int8, "dtype": torch.bfloat16},  # in digits
+    "int8 for bfloat16": {"cache_dtype": torch.int8, "dtype": torch.bfloat16},
     "e4m3 for bfloat16": {"cache_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16},
     "e5m2": {"cache_dtype": torch.float8_e5m2},
 }
@@ -74,12 +74,8 @@ def _poison(step: Scene, which: str, position: int, poison: float) -> None:
 
 @pytest.mark.parametrize("isa", [*_isas()])
 @pytest.mark.parametrize(("step", "kind", "options"), [*_cases()])
-def test_bits_of_rows_that_do_not_see_it_stay(compiler, isa, step, kind, options):
-    try:
-        ops = load(isa, strict=isa != "reference")
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    _expect_isolated(ops, step, kind, options)
+def test_bits_of_rows_that_do_not_see_it_stay(isa, step, kind, options):
+    _expect_isolated(loaded(isa), step, kind, options)
 
 
 @pytest.mark.parametrize("device", ON_DEVICES)

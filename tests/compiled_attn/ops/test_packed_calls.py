@@ -1,4 +1,4 @@
-"""Calls of the ops of packed layers: what is refused, what torch is told, what is packed."""
+"""Calls of the ops of packed layers: argument errors, opcheck, packing."""
 
 from __future__ import annotations
 
@@ -6,36 +6,27 @@ import pytest
 import torch
 
 from compiled_attn.ops import available_isas, load, packed_linear
-from tests.compiled_attn.ops.packed_layers import (
-    AMX,
-    BEST,
-    KINDS,
-    ROWS,
-    WITHOUT_TILES,
-    halves_by,
-    layer,
-    loaded,
-    packed_as,
-)
+from tests.compiled_attn.ops.kernels import AMX, BEST, WITHOUT_AMX, loaded
+from tests.compiled_attn.ops.packed_layers import KINDS, ROWS, halves_by, layer, packed_as
 
 
 def test_the_registers_give_the_bits_of_plain_tiles():
     if AMX not in available_isas():
         pytest.skip("this processor has no AMX")
-    both = loaded(AMX), loaded(WITHOUT_TILES, plain_tiles=True)
+    both = loaded(AMX), loaded(WITHOUT_AMX, plain_tiles=True)
     for kind in ("bfloat16", "int8", "halves"):
         for rows in ROWS:
             input, weight, bias = layer(rows, 80, 96, seed=rows, kind=kind)
             packed, scale = packed_as(kind, weight)
             outs = []
             for each in both:
-                with halves_by("tiles", each):
+                with halves_by("amx", each):
                     outs.append(each.packed_linear(input, packed, bias, scale))
             assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"input": torch.zeros(3, 64)}, "input: BFloat16, got Float"),
         ({"input": torch.zeros(3, 32).bfloat16()}, r"input: \[any, 64\], got \[3, 32\]"),
@@ -56,15 +47,15 @@ def test_the_registers_give_the_bits_of_plain_tiles():
         ),
     ],
 )
-def test_wrong_tensors_are_refused(change, told):
+def test_wrong_tensors_are_refused(change, message):
     ops = loaded(BEST)
     good = {"input": torch.zeros(3, 64).bfloat16(), "weight": torch.zeros(2, 32, 16, 2).bfloat16()}
-    with pytest.raises(RuntimeError, match=f"packed_linear: expected .*{told}"):
+    with pytest.raises(RuntimeError, match=f"packed_linear: expected .*{message}"):
         ops.packed_linear(**{**good, **change})
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"weights": []}, "weights of at least one layer, got none"),
         ({"biases": [torch.zeros(32).bfloat16()]}, "biases of all weights or of none, got 1 for 2"),
@@ -79,24 +70,27 @@ def test_wrong_tensors_are_refused(change, told):
         ),
     ],
 )
-def test_wrong_lists_are_refused(given, told):
+def test_wrong_lists_are_refused(given, message):
     ops = loaded(BEST)
     good = {"weights": [torch.zeros(2, 32, 16, 2).bfloat16()] * 2}
-    with pytest.raises(RuntimeError, match=f"packed_linears: expected .*{told}"):
+    with pytest.raises(RuntimeError, match=f"packed_linears: expected .*{message}"):
         ops.packed_linears(torch.zeros(3, 64).bfloat16(), **{**good, **given})
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
-    [([2], "weights of two layers, got 1"), ([2, 1], "as many outputs as the gate, 32, got 16")],
+    ("sizes", "message"),
+    [
+        ([2], "the weights of gate and up, got 1"),
+        ([2, 1], "as many outputs as the gate, 32, got 16"),
+    ],
 )
-def test_what_is_no_gate_is_refused(sizes, told):
+def test_what_is_no_gate_is_refused(sizes, message):
     weights = [torch.zeros(size, 32, 16, 2).bfloat16() for size in sizes]
-    with pytest.raises(RuntimeError, match=f"packed_gated: expected {told}"):
-        loaded(BEST).packed_gated(torch.zeros(3, 64).bfloat16(), weights)
+    with pytest.raises(RuntimeError, match=f"packed_swiglu: expected {message}"):
+        loaded(BEST).packed_swiglu(torch.zeros(3, 64).bfloat16(), weights)
 
 
-@pytest.mark.parametrize("op", ["packed_linears", "packed_gated"])
+@pytest.mark.parametrize("op", ["packed_linears", "packed_swiglu"])
 def test_torch_finds_nothing_wrong_with_layers_at_once(op):
     input, weight, bias = layer(5, 32, 64)
     load()

@@ -1,4 +1,4 @@
-"""Linear layers of packed weights against float64 products, in every form this machine can run."""
+"""Linear layers of packed weights against float64 products, with every kernel of this machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import torch
 from torch.nn import functional
 
 from compiled_attn.ops import NativeOps, load, packed_linear
+from tests.compiled_attn.ops.kernels import AMX, BEST, SLOW, WITHOUT_AMX, loaded, threads
 from tests.compiled_attn.ops.packed_layers import (
-    AMX,
-    BEST,
     KINDS,
-    OTHERS,
     ROWS,
     SIZES,
-    WITHOUT_TILES,
     assert_product,
     dequantised,
     halves_by,
     layer,
-    loaded,
     packed_as,
 )
 
@@ -32,7 +28,7 @@ from tests.compiled_attn.ops.packed_layers import (
         BEST,
         "tiles in plain C++",
         *(["halves in tiles"] if BEST == AMX else []),
-        *(pytest.param(isa, marks=pytest.mark.slow) for isa in OTHERS),
+        *SLOW,
     ],
     scope="module",
 )
@@ -41,8 +37,8 @@ def ops(request) -> Iterator[NativeOps]:
         yield load("reference")
         return
     is_plain, in_tiles = request.param == "tiles in plain C++", "tiles" in request.param
-    isa = WITHOUT_TILES if is_plain else BEST if in_tiles else request.param
-    with halves_by("tiles" if in_tiles else "floats", loaded(isa, plain_tiles=is_plain)) as kernels:
+    isa = WITHOUT_AMX if is_plain else BEST if in_tiles else request.param
+    with halves_by("amx" if in_tiles else "float32", loaded(isa, plain_tiles=is_plain)) as kernels:
         yield kernels
 
 
@@ -103,7 +99,7 @@ def test_halves_give_the_bits_of_the_whole_weight(ops, rows, outputs, inputs):
     if ops.build is None:  # MKL's bits depend on where a matrix lies
         torch.testing.assert_close(out, wanted)
     else:
-        with halves_by("floats", ops):
+        with halves_by("float32", ops):
             assert torch.equal(ops.packed_linear(input, halves, bias), wanted)
         assert_product(out, input, weight, bias)
 
@@ -155,7 +151,7 @@ def test_what_is_not_finite_stays_what_it_is(ops, value):
 )
 def test_other_weights_have_no_halves(weight):
     assert not packed_linear.has_halves(weight)
-    with pytest.raises(ValueError, match=r"that bfloat16 holds exactly, got torch\..*\[16, "):
+    with pytest.raises(ValueError, match=r"exact in bfloat16, got torch\..*\[16, "):
         packed_linear.halve(weight)
 
 
@@ -203,24 +199,21 @@ def test_a_row_that_is_not_finite_stays_alone(ops, poison, kind):
     packed, scale = packed_as(kind, weight)
     clean = ops.packed_linear(input, packed, None, scale)
     input[17, 5] = poison
-    spoilt = ops.packed_linear(input, packed, None, scale)
+    poisoned = ops.packed_linear(input, packed, None, scale)
     others = torch.arange(40) != 17
-    assert torch.equal(spoilt[others], clean[others])
-    assert not spoilt[17].isfinite().any()
+    assert torch.equal(poisoned[others], clean[others])
+    assert not poisoned[17].isfinite().any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [3, 300])
 def test_the_number_of_threads_changes_no_bit(ops, rows, kind):
     input, weight, bias = layer(rows, 16 * 40, 96, kind=kind)
-    (packed, scale), before = packed_as(kind, weight), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    packed, scale = packed_as(kind, weight)
+    with threads(1):
         alone = ops.packed_linear(input, packed, bias, scale)
-        torch.set_num_threads(3)
+    with threads(3):
         assert torch.equal(ops.packed_linear(input, packed, bias, scale), alone)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -229,22 +222,18 @@ def test_the_number_of_threads_changes_no_bit(ops, rows, kind):
 @pytest.mark.parametrize("outputs", [(48, 16, 208), (16 * 40, 16, 16)])
 def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]
-    drawn = [layer(1, each, 96, seed=each, kind=kind)[1:] for each in outputs]
-    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in drawn), strict=True)
-    biases = [bias if biased else None for _, bias in drawn]
+    random = [layer(1, each, 96, seed=each, kind=kind)[1:] for each in outputs]
+    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in random), strict=True)
+    biases = [bias if biased else None for _, bias in random]
     layers = [*zip(packed, biases, scales, strict=True)]
     alone = [ops.packed_linear(input, *each) for each in layers]
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    lists = biases if biased else [], scales if kind == "int8" else []
+    for count in (1, 3):
+        with threads(count):
             if not ops.build:  # torch's own sums may differ with the number of threads
                 alone = [ops.packed_linear(input, *each) for each in layers]
-            lists = biases if biased else [], scales if kind == "int8" else []
             at_once = ops.packed_linears(input, packed, *lists)
             assert all(torch.equal(*pair) for pair in zip(at_once, alone, strict=True))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -253,21 +242,18 @@ def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, 
 @pytest.mark.parametrize("outputs", [16, 208])
 def test_a_gate_is_silu_of_one_layer_times_the_other(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]
-    drawn = [layer(1, outputs, 96, seed=seed, kind=kind)[1:] for seed in (3, 4)]
-    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in drawn), strict=True)
-    lists = [bias for _, bias in drawn] if biased else [], scales if kind == "int8" else []
+    random = [layer(1, outputs, 96, seed=seed, kind=kind)[1:] for seed in (3, 4)]
+    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in random), strict=True)
+    lists = [bias for _, bias in random] if biased else [], scales if kind == "int8" else []
     gate, up = (each.double() for each in ops.packed_linears(input, packed, *lists))
     wanted = gate * torch.sigmoid(gate) * up
-    alone, before = ops.packed_gated(input, packed, *lists), torch.get_num_threads()
+    alone = ops.packed_swiglu(input, packed, *lists)
     rounding = 2**-8 if input.dtype is torch.bfloat16 else 1e-6
     torch.testing.assert_close(alone.double(), wanted, rtol=rounding, atol=1e-6)
     assert alone.dtype is input.dtype
-    try:
-        torch.set_num_threads(3)
-        if ops.build:  # torch's own sums may differ with the number of threads
-            assert torch.equal(ops.packed_gated(input, packed, *lists), alone)
-    finally:
-        torch.set_num_threads(before)
+    if ops.build:  # torch's own sums may differ with the number of threads
+        with threads(3):
+            assert torch.equal(ops.packed_swiglu(input, packed, *lists), alone)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +262,7 @@ def test_a_gate_is_silu_of_one_layer_times_the_other(ops, outputs, rows, kind, b
 def test_a_gate_that_is_as_great_as_can_be(ops, value):
     input, one = torch.zeros(3, 32), packed_linear.pack(torch.zeros(16, 32))
     bias = torch.full((16,), value)
-    out = ops.packed_gated(input, [one, one], [bias, torch.ones(16)])
+    out = ops.packed_swiglu(input, [one, one], [bias, torch.ones(16)])
     wanted = functional.silu(torch.full((3, 16), value))
     torch.testing.assert_close(out, wanted, rtol=1e-6, atol=2e-36, equal_nan=True)
     assert wanted.isnan().all() or torch.equal(out.signbit(), wanted.signbit())

@@ -14,7 +14,7 @@ from compiled_attn.ops import (
     NativeOps,
     load,
 )
-from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, OTHERS, SLOW, loaded
+from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, OTHERS, SLOW, loaded, threads
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, new_tokens, scene
 
@@ -101,16 +101,12 @@ NEIGHBOURS = [(1, 300), (5, 40), (1, 31)]
 
 @pytest.mark.parametrize("isa", ON_CPU[1:])
 def test_the_number_of_threads_changes_no_bit(isa):
-    """Of kernels: the definition takes torch's products, which threads cut."""
+    """Kernels only: the reference uses torch's products, which depend on threads."""
     ops = loaded(isa)
     step = scene(NEIGHBOURS, size=16, dim=64, kv_heads=1)
     before, _ = ops.paged_attention(*step.arguments)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
+    with threads(torch.get_num_threads() + 1):
         again, _ = ops.paged_attention(*step.arguments)
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(before, again)
 
 
@@ -191,8 +187,8 @@ def _expect_written(step, before, slots, new) -> None:
             now = step.options[f"{which}_scale"]
             assert torch.equal(now[at], scales)
             assert torch.equal(now[~touched], before[f"{which}_scale"][~touched])
-        kept, was = (x.contiguous().view(torch.uint8) for x in (cache, before[f"{which}_cache"]))
-        assert torch.equal(kept[~touched], was[~touched])
+        now, was = (x.contiguous().view(torch.uint8) for x in (cache, before[f"{which}_cache"]))
+        assert torch.equal(now[~touched], was[~touched])
         stored = (
             cache.view(torch.uint8)[at].view(cache.dtype)
             if cache.dtype.itemsize == 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
-from compiled_attn.ops import NativeOps, available_isas, load
+from compiled_attn.ops import NativeOps, available_isas
+from tests.compiled_attn.ops.kernels import loaded, threads
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
 
 ISAS = (available_isas()[0], available_isas()[-1])  # the reference takes no threads
@@ -17,7 +16,7 @@ ISAS = (available_isas()[0], available_isas()[-1])  # the reference takes no thr
 CUTS = {
     "a segment and one key": {"requests": [(1, 257)]},
     "two segments": {"requests": [(1, 512)], "dtype": torch.bfloat16, "dim": 64},
-    "long ones beside short ones": {"requests": [(1, 2900), (1, 3), (1, 511)]},
+    "long and short requests": {"requests": [(1, 2900), (1, 3), (1, 511)]},
     "rows that are not whole vectors": {"requests": [(1, 700)], "dim": 24, "value_dim": 20},
     "drafts, which see different keys": {"requests": [(3, 770), (2, 256)]},
     "a window over the end of a segment": {"requests": [(1, 900), (2, 900)], "window": 400},
@@ -29,17 +28,7 @@ CUTS = {
 
 @pytest.fixture(params=ISAS, scope="module")
 def ops(request) -> NativeOps:
-    return load(request.param)
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return loaded(request.param)
 
 
 def attend(ops: NativeOps, step: Scene, number: int) -> tuple[torch.Tensor, torch.Tensor]:

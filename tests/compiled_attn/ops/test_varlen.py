@@ -151,7 +151,7 @@ def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypat
 @pytest.fixture
 def warmup(on_cpu, monkeypatch):
     """Attends calls in a warmup that measures by a clock, and returns its note for the report."""
-    from compiled_attn.ops.triton import autotune, kept, launch
+    from compiled_attn.ops.triton import autotune, launch, plan_file
     from compiled_attn.ops.triton.plans import Plans
 
     refused, tune = {}, autotune.tune
@@ -162,10 +162,10 @@ def warmup(on_cpu, monkeypatch):
         plans = Plans()
         monkeypatch.setattr(autotune, "tune", partial(tune, clock=clock))
         monkeypatch.setattr(launch, "PLANS", plans)
-        with kept.kept_plans(None, torch.device("cpu"), plans) as notes:
+        with plan_file.saved_plans(None, torch.device("cpu"), plans) as notes:
             for each in options:
                 launch.attend(call_of(scene(MIXED, dtype=BF16, **each)))
-        launch.attend(call_of(scene(MIXED, dtype=BF16)))  # of no warmup: not told
+        launch.attend(call_of(scene(MIXED, dtype=BF16)))  # outside a warmup: not reported
         return notes
 
     return run

@@ -1,4 +1,4 @@
-// Checks of tensors, and errors that say what was expected, what came, and what helps.
+// Argument checks, with errors that state what was expected, what came, and a remedy.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -27,21 +27,21 @@ std::string text(const Parts&... parts) {
   return stream.str();
 }
 
-struct Refused : std::runtime_error {
+struct ArgumentError : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
 [[noreturn]] inline void fail(const std::string& expected, const std::string& got,
                               const char* remedy) {
-  throw Refused(text("expected ", expected, ", got ", got, ": ", remedy));
+  throw ArgumentError(text("expected ", expected, ", got ", got, ": ", remedy));
 }
 
-// Names the op in what it refuses.
+// Prefixes argument errors with the name of the op.
 template <typename Body>
 auto in_op(const char* name, const Body& body) {
   try {
     return body();
-  } catch (const Refused& error) {
+  } catch (const ArgumentError& error) {
     throw std::runtime_error(text(name, ": ", error.what()));
   }
 }
@@ -75,7 +75,7 @@ inline void check_dtype(const char* name, const Tensor& tensor, ScalarType dtype
   }
 }
 
-// Rows along the last axis.
+// The last axis must be dense.
 inline void check_rows(const char* name, const Tensor& tensor) {
   int64_t last = tensor.dim() - 1;
   if (tensor.size(last) > 1 && tensor.numel() && tensor.stride(last) != 1) {
@@ -83,7 +83,7 @@ inline void check_rows(const char* name, const Tensor& tensor) {
   }
 }
 
-// The addresses from a tensor's first element to its last.
+// The address range of a tensor's elements.
 inline std::pair<const char*, const char*> extent(const Tensor& tensor) {
   auto sizes = tensor.sizes(), strides = tensor.strides();
   int64_t last = 0;
@@ -95,7 +95,7 @@ inline std::pair<const char*, const char*> extent(const Tensor& tensor) {
   return {data, data + (last + 1) * int64_t(tensor.element_size())};
 }
 
-// The memory of an argument; none where it is not given.
+// The memory of an argument; empty for None.
 struct Memory {
   Memory(const char* name, const Tensor& tensor) : name(name), addresses(extent(tensor)) {}
   Memory(const char* name, const std::optional<Tensor>& tensor)
@@ -105,8 +105,7 @@ struct Memory {
   std::pair<const char*, const char*> addresses;
 };
 
-// What is read while something is written must not be part of it: an index that changes after it
-// was checked would be followed anywhere.
+// Outputs must not overlap inputs: an index overwritten after its check could point anywhere.
 inline void check_apart(std::initializer_list<Memory> reads, std::initializer_list<Memory> writes) {
   for (const Memory& write : writes) {
     for (const Memory& read : reads) {
@@ -118,7 +117,7 @@ inline void check_apart(std::initializer_list<Memory> reads, std::initializer_li
   }
 }
 
-// What is written must have memory of its own for each element.
+// Every element that is written needs its own memory.
 inline void check_written(const char* name, const Tensor& tensor) {
   for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
     if (tensor.size(axis) > 1 && tensor.stride(axis) == 0) {
@@ -127,7 +126,7 @@ inline void check_written(const char* name, const Tensor& tensor) {
   }
 }
 
-// A dense tensor of this shape and dtype.
+// Checks for a contiguous tensor of this shape and dtype.
 inline void check_dense(const char* name, const Tensor& tensor,
                         std::initializer_list<int64_t> shape, ScalarType dtype) {
   check_shape(name, tensor, shape);
@@ -157,5 +156,19 @@ inline std::optional<int32_t> dtype_code(ScalarType dtype) {
 }
 
 inline bool is_quantised(int32_t code) { return code >= kInt8; }
+
+using OptionalTensor = std::optional<Tensor>;
+
+// Process-wide, set once before the first call.
+inline KernelTuning tuning;
+
+template <typename T>
+const T* data_of(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+inline const float* floats_of(const OptionalTensor& tensor) {
+  return tensor ? data_of<float>(*tensor) : nullptr;
+}
 
 }  // namespace compiled_attn

@@ -1,18 +1,18 @@
-// The ops through torch's stable ABI: no Python, no ATen.
+// Registers the ops through torch's stable ABI: no Python, no ATen.
 #include <torch/csrc/stable/library.h>
 
-#include "attention_op.h"
-#include "drawn_tokens_op.h"
-#include "linear_ops.h"
+#include "attention/attention_op.h"
+#include "linear/linear_ops.h"
+#include "sampling/sample_tokens_op.h"
 #include "schema.h"
 
 #ifndef COMPILED_ATTN_NAMESPACE
 #define COMPILED_ATTN_NAMESPACE compiled_attn
 #endif
 
-extern "C" __attribute__((visibility("default"))) void compiled_attn_set_forms(
-    const compiled_attn::Forms* forms) {
-  compiled_attn::forms = *forms;
+extern "C" __attribute__((visibility("default"))) void compiled_attn_set_tuning(
+    const compiled_attn::KernelTuning* tuning) {
+  compiled_attn::tuning = *tuning;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
@@ -20,9 +20,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kPagedAttentionWriteSchema);
   m.def(compiled_attn::kPackedLinearSchema);
   m.def(compiled_attn::kPackedLinearsSchema);
-  m.def(compiled_attn::kPackedGatedSchema);
+  m.def(compiled_attn::kPackedSwigluSchema);
   m.def(compiled_attn::kPackedRowsSchema);
-  m.def(compiled_attn::kDrawnTokensSchema);
+  m.def(compiled_attn::kSampleTokensSchema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("paged_attention_", TORCH_BOX(&compiled_attn::paged_attention_));
   m.impl("packed_linear", TORCH_BOX(&compiled_attn::packed_linear));
   m.impl("packed_linears", TORCH_BOX(&compiled_attn::packed_linears));
-  m.impl("packed_gated", TORCH_BOX(&compiled_attn::packed_gated));
+  m.impl("packed_swiglu", TORCH_BOX(&compiled_attn::packed_swiglu));
   m.impl("packed_rows", TORCH_BOX(&compiled_attn::packed_rows));
-  m.impl("drawn_tokens", TORCH_BOX(&compiled_attn::drawn_tokens));
+  m.impl("sample_tokens", TORCH_BOX(&compiled_attn::sample_tokens));
 }

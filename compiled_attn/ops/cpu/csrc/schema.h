@@ -1,4 +1,4 @@
-// The schemas of the ops: compiled_attn/ops/schema.py reads them from here.
+// Schemas of the ops; compiled_attn/ops/schema.py reads them from here.
 #pragma once
 
 namespace compiled_attn {
@@ -32,16 +32,16 @@ constexpr const char* kPackedLinearsSchema =
     Tensor input, Tensor[] weights, Tensor[] biases, Tensor[] scales
   ) -> Tensor[])schema";
 
-constexpr const char* kPackedGatedSchema =
-    R"schema(packed_gated(
+constexpr const char* kPackedSwigluSchema =
+    R"schema(packed_swiglu(
     Tensor input, Tensor[] weights, Tensor[] biases, Tensor[] scales
   ) -> Tensor)schema";
 
 constexpr const char* kPackedRowsSchema =
     R"schema(packed_rows(Tensor weight, Tensor ids) -> Tensor)schema";
 
-constexpr const char* kDrawnTokensSchema =
-    R"schema(drawn_tokens(
+constexpr const char* kSampleTokensSchema =
+    R"schema(sample_tokens(
     Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform
   ) -> Tensor)schema";
 

@@ -1,4 +1,4 @@
-// Memory of one call, freed with it.
+// Scratch memory of one call.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class Scratch {
     for (void* block : blocks_) std::free(block);
   }
 
-  // Room for n elements, aligned to a cache line; throws std::bad_alloc.
+  // Allocates n elements, aligned to a cache line; throws std::bad_alloc.
   template <class T>
   void take(T*& to, int64_t n) {
     const std::size_t bytes = (std::size_t(n) * sizeof(T) + 127) / 64 * 64;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "abi.h"
-#include "elements.h"
+#include "vector/elements.h"
 
 namespace {
 

@@ -1,20 +1,22 @@
-"""Building and keeping the kernels, mostly with a compiler that only pretends."""
+"""Building and caching the kernels, mostly with a fake compiler."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from compiled_attn.ops import NativeUnavailable
-from compiled_attn.ops.cpu.build import _run_all, build
-from compiled_attn.ops.cpu.libraries import turn
+from compiled_attn.ops.cpu.build import Build, _run_all, build
+from compiled_attn.ops.cpu.libraries import build_lock
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreBusy
 from graphs.store.lock import Lock
@@ -55,6 +57,16 @@ def folder(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def make(folder, compiler) -> Callable[..., Build]:
+    """Builds a library with the fake compiler."""
+
+    def made(isa="portable", namespace="test", **options) -> Build:
+        return build(isa, namespace, **{"folder": folder, "compiler": str(compiler), **options})
+
+    return made
+
+
 def _calls(compiler: Path) -> int:
     calls = compiler.parent / "calls"
     return len(calls.read_text().splitlines()) if calls.exists() else 0
@@ -71,80 +83,76 @@ def _process(folder: Path, compiler: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_second_build_of_the_same_is_taken_from_the_cache(folder, compiler):
-    first = build("portable", "test", folder=folder, compiler=str(compiler))
+def test_a_second_build_of_the_same_is_taken_from_the_cache(make, compiler):
+    first = make()
     assert _calls(compiler) == CALLS
-    second = build("portable", "test", folder=folder, compiler=str(compiler))
+    second = make()
     assert second.library == first.library and second.seconds == 0.0
     assert _calls(compiler) == CALLS
 
 
-def test_whatever_the_library_depends_on_gives_it_another_name(folder, compiler, tmp_path):
+def test_whatever_the_library_depends_on_gives_it_another_name(make, compiler, tmp_path):
     sources = tmp_path / "sources"
-    sources.mkdir()
-    for path in SOURCES.iterdir():
-        (sources / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(SOURCES, sources)
 
-    def name(isa="portable", namespace="test", **options) -> str:
-        made = build(
-            isa, namespace, folder=folder, compiler=str(compiler), sources=sources, **options
-        )
-        return made.library.name
+    def name(*args, **options) -> str:
+        return make(*args, sources=sources, **options).library.name
 
     names = [name(), name("avx2"), name(namespace="other"), name(debug=True)]
     names.append(name(sanitize=("address",)))
-    with (sources / "schema.h").open("a") as file:
-        file.write("// changed\n")
-    names.append(name())
+    for header in ("schema.h", "attention/plan.h"):
+        with (sources / header).open("a") as file:
+            file.write("// changed\n")
+        names.append(name())
     (compiler.parent / "version").write_text("pretender 1.1")
     names.append(name())
     assert len(set(names)) == len(names)
 
 
-def test_another_torch_gives_the_library_another_name(folder, compiler, monkeypatch):
-    first = build("portable", "test", folder=folder, compiler=str(compiler))
+def test_another_torch_gives_the_library_another_name(make, monkeypatch):
+    first = make()
     monkeypatch.setattr("torch.__version__", "2.99")
-    assert build("portable", "test", folder=folder, compiler=str(compiler)).library != first.library
+    assert make().library != first.library
 
 
 def test_processes_that_want_the_same_build_it_once(folder, compiler):
     (compiler.parent / "seconds").write_text("0.3")
     processes = [_process(folder, compiler) for _ in range(2)]
-    told = [process.communicate()[0].split() for process in processes]
-    assert len({path for path, _ in told}) == 1
-    assert sorted(built for _, built in told).count("True") == 1
+    outputs = [process.communicate()[0].split() for process in processes]
+    assert len({path for path, _ in outputs}) == 1
+    assert sorted(built for _, built in outputs).count("True") == 1
     assert _calls(compiler) == CALLS
 
 
-def test_a_build_says_so_on_stderr_before_the_compiler_runs(folder, compiler, capsys):
+def test_a_build_says_so_on_stderr_before_the_compiler_runs(make, compiler, capsys):
     (compiler.parent / "broken").touch()
     with pytest.raises(NativeUnavailable):
-        build("portable", "test", folder=folder, compiler=str(compiler))
+        make()
     said = capsys.readouterr().err
     assert said.startswith(
         f"compiled-attn: building the native kernel for portable with {compiler}"
     )
     (compiler.parent / "broken").unlink()
-    build("portable", "test", folder=folder, compiler=str(compiler))
+    make()
     assert capsys.readouterr().err.count("\n") == 1
-    build("portable", "test", folder=folder, compiler=str(compiler))
+    make()
     assert capsys.readouterr().err == ""  # it was there
 
 
-def test_one_that_waits_for_another_process_says_so_once(folder, compiler, capsys):
+def test_one_that_waits_for_another_process_says_so_once(make, folder, compiler, capsys):
     (compiler.parent / "seconds").write_text("1")
     process = _process(folder, compiler)
     while _calls(compiler) < 2:
         assert process.poll() is None
         time.sleep(0.02)
-    build("portable", "test", folder=folder, compiler=str(compiler))
+    make()
     process.communicate()
     assert capsys.readouterr().err == (
         "compiled-attn: another process builds the native kernel for portable: waiting for it\n"
     )
 
 
-def test_a_killed_build_leaves_nothing_that_counts(folder, compiler):
+def test_a_killed_build_leaves_nothing_that_counts(make, folder, compiler):
     (compiler.parent / "seconds").write_text("60")
     process = _process(folder, compiler)
     while _calls(compiler) < 2:
@@ -154,24 +162,24 @@ def test_a_killed_build_leaves_nothing_that_counts(folder, compiler):
     process.communicate()
     assert not list(folder.glob("*.so")) and list(folder.glob(".portable*"))
     (compiler.parent / "seconds").write_text("0")
-    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    made = make()
     assert made.library.read_text() == "library\n" and not list(folder.glob(".portable*"))
 
 
-def test_a_library_that_is_not_whole_is_built_again(folder, compiler):
-    made = build("portable", "test", folder=folder, compiler=str(compiler))
+def test_a_library_that_is_not_whole_is_built_again(make):
+    made = make()
     made.library.write_text("lib")
-    again = build("portable", "test", folder=folder, compiler=str(compiler))
+    again = make()
     assert again.library.read_text() == "library\n" and again.seconds > 0
 
 
 @pytest.mark.parametrize(
     ("what", "other"), [("machine", "riscv64"), ("libc_ver", ("glibc", "9.99"))]
 )
-def test_another_system_gives_the_library_another_name(folder, compiler, monkeypatch, what, other):
-    first = build("portable", "test", folder=folder, compiler=str(compiler))
+def test_another_system_gives_the_library_another_name(make, monkeypatch, what, other):
+    first = make()
     monkeypatch.setattr(f"platform.{what}", lambda: other)
-    assert build("portable", "test", folder=folder, compiler=str(compiler)).library != first.library
+    assert make().library != first.library
 
 
 def _age(library: Path, days: float) -> None:
@@ -179,11 +187,10 @@ def _age(library: Path, days: float) -> None:
     os.utime(library.with_suffix(".sha256"), (then, then))
 
 
-def test_libraries_that_nobody_took_for_a_month_are_removed_by_the_next_build(folder, compiler):
-    def made(namespace: str) -> Path:
-        return build("portable", namespace, folder=folder, compiler=str(compiler)).library
-
-    unused, locked, recent = made("unused"), made("locked"), made("recent")
+def test_libraries_that_nobody_took_for_a_month_are_removed_by_the_next_build(make, folder):
+    unused, locked, recent = (
+        make(namespace=name).library for name in ("unused", "locked", "recent")
+    )
     foreign = folder / "backup.so"
     for path in (foreign, foreign.with_suffix(".sha256")):
         path.touch()
@@ -191,17 +198,17 @@ def test_libraries_that_nobody_took_for_a_month_are_removed_by_the_next_build(fo
         _age(library, days)
     lock = Lock(locked.with_suffix(".lock"))
     assert lock.take()
-    new = made("new")
+    new = make(namespace="new").library
     lock.close()
     assert not list(folder.glob(f"{unused.stem}*"))
     assert all(path.exists() for path in (locked, recent, foreign, new))
 
 
-def test_a_library_that_is_taken_is_not_unused(folder, compiler):
-    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+def test_a_library_that_is_taken_is_not_unused(make):
+    made = make().library
     _age(made, 31)
-    assert build("portable", "test", folder=folder, compiler=str(compiler)).seconds == 0.0
-    build("portable", "other", folder=folder, compiler=str(compiler))
+    assert make().seconds == 0.0
+    make(namespace="other")
     assert made.exists()
 
 
@@ -209,7 +216,7 @@ def test_who_waited_for_a_lock_that_was_removed_takes_the_new_one(tmp_path):
     library, entered = tmp_path / "library.so", threading.Event()
 
     def enter() -> None:
-        with turn(library, 60.0):
+        with build_lock(library, 60.0):
             other = Lock(library.with_suffix(".lock"))
             if not other.take():
                 entered.set()
@@ -227,50 +234,54 @@ def test_who_waited_for_a_lock_that_was_removed_takes_the_new_one(tmp_path):
 
 def test_a_turn_that_does_not_come_is_an_error(tmp_path):
     library = tmp_path / "library.so"
-    with turn(library, 1.0), pytest.raises(StoreBusy, match="locked for 0 s"), turn(library, 0.0):
+    with (
+        build_lock(library, 1.0),
+        pytest.raises(StoreBusy, match="locked for 0 s"),
+        build_lock(library, 0.0),
+    ):
         pass
 
 
-def test_only_the_owner_can_change_a_library_and_leftover_files_go(folder, compiler):
-    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+def test_only_the_owner_can_change_a_library_and_leftover_files_go(make, folder):
+    made = make().library
     assert made.stat().st_mode & 0o777 == 0o700
     made.unlink()
     leftover = folder / f".{made.stem}.sha256.1.new"
     leftover.touch()
-    assert build("portable", "test", folder=folder, compiler=str(compiler)).library == made
+    assert make().library == made
     assert not leftover.exists()
 
 
 @pytest.mark.parametrize("seal", [b"", b"\xff\xfe\x00", b"0" * 64])
-def test_a_library_with_a_broken_seal_is_built_again(folder, compiler, seal):
-    made = build("portable", "test", folder=folder, compiler=str(compiler))
+def test_a_library_with_a_broken_seal_is_built_again(make, seal):
+    made = make()
     made.library.with_suffix(".sha256").write_bytes(seal)
-    again = build("portable", "test", folder=folder, compiler=str(compiler))
+    again = make()
     assert again.library == made.library and again.seconds > 0
-    assert build("portable", "test", folder=folder, compiler=str(compiler)).seconds == 0.0
+    assert make().seconds == 0.0
 
 
-def test_without_a_home_the_kernel_is_unavailable(compiler, monkeypatch):
+def test_without_a_home_the_kernel_is_unavailable(make, compiler, monkeypatch):
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     with pytest.raises(NativeUnavailable, match=r"got none: Could not determine home directory"):
-        build("portable", "test", compiler=str(compiler))
+        make(folder=None)
     assert _calls(compiler) == 0
 
 
-def test_an_error_of_the_compiler_is_told_and_nothing_is_kept(folder, compiler):
+def test_an_error_of_the_compiler_is_told_and_nothing_is_kept(make, folder, compiler):
     (compiler.parent / "broken").touch()
     with pytest.raises(NativeUnavailable, match=r"failed \(7\): error: no such thing"):
-        build("portable", "test", folder=folder, compiler=str(compiler))
+        make()
     assert not list(folder.glob("*.so")) and not list(folder.glob(".portable*"))
 
 
-def test_a_compiler_that_does_not_exist_is_told(folder):
+def test_a_compiler_that_does_not_exist_is_told(make):
     with pytest.raises(NativeUnavailable, match=r"/no/such/compiler --version fails"):
-        build("portable", "test", folder=folder, compiler="/no/such/compiler")
+        make(compiler="/no/such/compiler")
 
 
 def test_a_command_that_cannot_start_stops_those_that_did(monkeypatch):
@@ -286,56 +297,56 @@ def test_a_command_that_cannot_start_stops_those_that_did(monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
-def test_a_folder_that_others_can_write_to_is_refused(folder, compiler):
+def test_a_folder_that_others_can_write_to_is_refused(make, folder, compiler):
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(NativeUnavailable, match="writable by others"):
-        build("portable", "test", folder=folder, compiler=str(compiler))
+        make()
     assert _calls(compiler) == 0
 
 
 @pytest.mark.parametrize("suffix", [".so", ".sha256"])
-def test_a_library_or_seal_that_is_a_link_is_refused(folder, compiler, tmp_path, suffix):
+def test_a_library_or_seal_that_is_a_link_is_refused(make, tmp_path, suffix):
     """Also one to the very library that was built: what it leads to can be exchanged later."""
-    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    made = make().library
     path = made.with_suffix(suffix)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(NativeUnavailable, match=rf"{path.name} is a link.*remove it"):
-        build("portable", "test", folder=folder, compiler=str(compiler))
+        make()
     path.unlink()
-    assert build("portable", "test", folder=folder, compiler=str(compiler)).library == made
+    assert make().library == made
     assert not made.is_symlink()
 
 
-def test_a_library_behind_a_link_to_the_folder_is_named_by_where_it_is(folder, compiler, tmp_path):
+def test_a_library_behind_a_link_to_the_folder_is_named_by_where_it_is(make, folder, tmp_path):
     """The link is followed once; the folder that is used is the one that was checked."""
     (tmp_path / "link").symlink_to(folder)
     folder.mkdir(mode=0o700)
-    made = build("portable", "test", folder=tmp_path / "link", compiler=str(compiler))
+    made = make(folder=tmp_path / "link")
     assert made.library.parent == folder.resolve()
     folder.chmod(0o777)
     with pytest.raises(NativeUnavailable, match="writable by others"):
-        build("portable", "test", folder=tmp_path / "link", compiler=str(compiler))
+        make(folder=tmp_path / "link")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("suffix", [".so", ".sha256"])
-def test_a_library_of_another_user_is_refused(folder, compiler, suffix):
-    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+def test_a_library_of_another_user_is_refused(make, suffix):
+    made = make().library
     os.chown(made.with_suffix(suffix), 12345, 12345)
     with pytest.raises(NativeUnavailable, match="belongs to user 12345"):
-        build("portable", "test", folder=folder, compiler=str(compiler))
+        make()
 
 
-def test_a_library_that_others_can_write_to_is_refused(folder, compiler):
-    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+def test_a_library_that_others_can_write_to_is_refused(make):
+    made = make().library
     made.chmod(0o722)
     with pytest.raises(NativeUnavailable, match=r"writable by others \(mode 722\)"):
-        build("portable", "test", folder=folder, compiler=str(compiler))
+        make()
 
 
-def test_what_a_killed_build_of_another_version_left_is_removed_unless_it_goes_on(folder, compiler):
+def test_what_a_killed_build_of_another_version_left_is_removed_unless_it_goes_on(make, folder):
     folder.mkdir(mode=0o700)
     dead, alive = (f"portable-{letter * 32}" for letter in "ab")
     for name in (dead, alive):
@@ -344,13 +355,13 @@ def test_what_a_killed_build_of_another_version_left_is_removed_unless_it_goes_o
     (folder / ".something.else").touch()
     lock = Lock(folder / f"{alive}.lock")
     assert lock.take()
-    build("portable", "test", folder=folder, compiler=str(compiler))
+    make()
     lock.close()
     assert not list(folder.glob(f"*{dead}*"))
     assert (folder / f".{alive}.work").exists() and (folder / ".something.else").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path, compiler):
+def test_a_folder_that_cannot_be_made_is_refused(make, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NativeUnavailable, match="expected a folder of your own"):
-        build("portable", "test", folder=tmp_path / "file" / "cache", compiler=str(compiler))
+        make(folder=tmp_path / "file" / "cache")

@@ -18,7 +18,7 @@ def test_random_steps_hold_on_an_emulated_aarch64(tmp_path):
     if not compiler or not emulator:
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
     program = tmp_path / "emulated"
-    units = [str(PROGRAM), str(SOURCES / "paged_attention.cpp")]
+    units = [str(PROGRAM), str(SOURCES / "attention/paged_attention.cpp")]
     subprocess.run([compiler, *FLAGS, f"-I{SOURCES}", *units, "-o", str(program)], check=True)
     ran = subprocess.run([emulator, str(program), "4"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr

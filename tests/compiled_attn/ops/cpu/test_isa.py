@@ -7,10 +7,10 @@ import pytest
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops.cpu.isa import (
     ISAS,
-    ask_permission,
     available_isas,
     flags_of,
     isas_of_machine,
+    request_permission,
 )
 
 AVX2 = "fpu avx avx2 fma f16c"
@@ -76,6 +76,6 @@ class Refusing:
 
 def test_a_system_that_refuses_tile_registers_is_told_before_a_kernel_runs(monkeypatch):
     monkeypatch.setattr("compiled_attn.ops.cpu.isa.ctypes.CDLL", Refusing)
-    ask_permission("avx512_bf16")  # needs none
+    request_permission("avx512_bf16")  # needs none
     with pytest.raises(NativeUnavailable, match=r"expected Linux to permit the tile registers"):
-        ask_permission("amx_bf16")
+        request_permission("amx_bf16")

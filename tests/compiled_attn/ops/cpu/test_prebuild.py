@@ -62,9 +62,9 @@ def _wheel(libraries: Path | None, to: Path) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, copy / name)
-    told = {"COMPILED_ATTN_PREBUILT": str(libraries)} if libraries else {}
+    variables = {"COMPILED_ATTN_PREBUILT": str(libraries)} if libraries else {}
     command = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(to), str(copy)]
-    _run([sys.executable, "-m", *command], {**os.environ, **told})
+    _run([sys.executable, "-m", *command], {**os.environ, **variables})
     (wheel,) = to.glob("*.whl")
     return wheel
 
@@ -96,7 +96,7 @@ def test_a_wheel_serves_with_its_native_kernel_where_there_is_no_compiler(
     assert "-py3-none-linux_" in wheel.name
     served, library = _serve(wheel, tmp_path)
     assert served == f"4 native 0 {ops.isa}, prebuilt"
-    assert library.startswith(str(tmp_path / ".cache"))  # where what is measured is kept
+    assert library.startswith(str(tmp_path / ".cache"))  # next to which tunings are saved
 
 
 def test_a_wheel_without_libraries_is_pure_and_has_the_sources(tmp_path):
@@ -104,7 +104,8 @@ def test_a_wheel_without_libraries_is_pure_and_has_the_sources(tmp_path):
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
-    assert "compiled_attn/ops/cpu/csrc/op.cpp" in names
+    for source in SOURCES.rglob("*.[hc]*"):
+        assert f"compiled_attn/ops/cpu/csrc/{source.relative_to(SOURCES).as_posix()}" in names
     assert not [name for name in names if "/prebuilt/" in name]
 
 

@@ -27,66 +27,66 @@ def packed(tmp_path) -> Path:
     return folder
 
 
-def test_a_library_that_fits_is_copied_to_where_libraries_are_kept(packed, tmp_path):
-    made = prebuilt("portable", tmp_path / "kept", packed)
-    assert made is not None and made.library.parent == tmp_path / "kept"
+def test_a_library_that_fits_is_copied_to_the_cache(packed, tmp_path):
+    made = prebuilt("portable", tmp_path / "cache", packed)
+    assert made is not None and made.library.parent == tmp_path / "cache"
     assert made.library.read_bytes() == b"library" and str(made) == "portable, prebuilt"
     before = made.library.stat().st_ino
-    again = prebuilt("portable", tmp_path / "kept", packed)
+    again = prebuilt("portable", tmp_path / "cache", packed)
     assert again == made and made.library.stat().st_ino == before
 
 
 def test_each_torch_has_a_copy_as_layers_are_measured_against_its_own(
     packed, tmp_path, monkeypatch
 ):
-    first = prebuilt("portable", tmp_path / "kept", packed)
+    first = prebuilt("portable", tmp_path / "cache", packed)
     monkeypatch.setattr("torch.__version__", "98.0")
-    second = prebuilt("portable", tmp_path / "kept", packed)
+    second = prebuilt("portable", tmp_path / "cache", packed)
     assert first is not None and second is not None and first.library != second.library
 
 
 def test_a_copy_that_was_damaged_is_made_anew(packed, tmp_path):
-    made = prebuilt("portable", tmp_path / "kept", packed)
+    made = prebuilt("portable", tmp_path / "cache", packed)
     assert made is not None
     made.library.write_bytes(b"garbage")
-    again = prebuilt("portable", tmp_path / "kept", packed)
+    again = prebuilt("portable", tmp_path / "cache", packed)
     assert again == made and made.library.read_bytes() == b"library"
 
 
 def test_an_instruction_set_that_the_wheel_lacks_has_no_library(packed, tmp_path):
-    assert prebuilt("avx2", tmp_path / "kept", packed) is None
+    assert prebuilt("avx2", tmp_path / "cache", packed) is None
 
 
 def test_a_checkout_has_no_libraries(tmp_path):
-    assert prebuilt("portable", tmp_path / "kept", tmp_path / "nowhere") is None
+    assert prebuilt("portable", tmp_path / "cache", tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"machine": "vax"}, "it is for vax"),
+        ({"machine": "vax"}, "it was built for vax"),
         ({"torch": "99.0.0"}, "it needs torch 99.0.0 or newer"),
-        ({"sources": {"op.cpp": "0"}}, "sources were changed"),
+        ({"sources": {"op.cpp": "0"}}, "sources have changed"),
     ],
 )
 def test_libraries_that_do_not_fit_are_left_with_one_line(packed, tmp_path, caplog, changes, why):
     replace(FITTING, **changes).write(packed)
     with caplog.at_level(logging.WARNING, "compiled_attn"):
-        assert prebuilt("portable", tmp_path / "kept", packed) is None
-        assert prebuilt("portable", tmp_path / "kept", packed) is None
+        assert prebuilt("portable", tmp_path / "cache", packed) is None
+        assert prebuilt("portable", tmp_path / "cache", packed) is None
     [said] = [record.getMessage() for record in caplog.records]
-    assert why in said and "built from source" in said
+    assert why in said and "from source" in said
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({"torch": "2.11.0"})])
 def test_a_damaged_manifest_is_no_error(packed, tmp_path, caplog, text):
     (packed / MANIFEST).write_text(text)
     with caplog.at_level(logging.WARNING, "compiled_attn"):
-        assert prebuilt("portable", tmp_path / "kept", packed) is None
+        assert prebuilt("portable", tmp_path / "cache", packed) is None
     assert len(caplog.records) == 1
 
 
-def test_where_nothing_can_be_kept_the_wheels_own_library_is_taken(packed, tmp_path):
+def test_without_a_cache_the_wheels_own_library_is_used(packed, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     made = prebuilt("portable", tmp_path / "file", packed)
     assert made is not None and made.library == packed / "portable.so"
@@ -110,10 +110,10 @@ def test_a_library_that_torch_refuses_is_built_from_source_with_one_line(
     monkeypatch.setattr("torch.ops.load_library", load_library)
     variant = loader._Variant(False, (), False)
     with caplog.at_level(logging.WARNING, "compiled_attn"):
-        assert loader._loaded("portable", loader.NAMESPACE, variant, None) is built
+        assert loader._load_library("portable", loader.NAMESPACE, variant, None) is built
     assert loaded == [str(built.library)]
     [said] = [record.getMessage() for record in caplog.records]
-    assert "undefined symbol: torch_new_name" in said and "built from source" in said
+    assert "undefined symbol: torch_new_name" in said and "from source" in said
 
 
 def test_a_variant_is_never_prebuilt(tmp_path, monkeypatch):
@@ -122,4 +122,4 @@ def test_a_variant_is_never_prebuilt(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "build", lambda *_, **__: built)
     monkeypatch.setattr("torch.ops.load_library", lambda path: None)
     variant = loader._Variant(True, (), False)
-    assert loader._loaded("portable", "compiled_attn_portable_debug", variant, None) is built
+    assert loader._load_library("portable", "compiled_attn_portable_debug", variant, None) is built

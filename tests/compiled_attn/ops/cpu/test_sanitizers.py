@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_attn.ops import NativeUnavailable, available_isas
+from compiled_attn.ops import available_isas
 from compiled_attn.ops.cpu.build import find_compiler
 
 pytestmark = pytest.mark.slow
@@ -27,11 +27,9 @@ def _runtime(compiler: str, name: str) -> str:
 @pytest.mark.parametrize(
     ("isa", "tiles"), [(isa, "none") for isa in available_isas()] + [("portable", "plain")]
 )
+@pytest.mark.usefixtures("compiler")
 def test_every_case_is_clean_under_the_sanitizers(isa, tiles):
-    try:
-        asan = _runtime(find_compiler(), "libasan.so")
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+    asan = _runtime(find_compiler(), "libasan.so")
     if not Path(asan).is_absolute():
         pytest.skip("the compiler has no shared libasan to preload")
     environment = {

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from compiled_attn.ops import NativeUnavailable
-from compiled_attn.ops.cpu.build import find_compiler
-
 NO_COMPILER = """
 import logging, sys, torch
 from compiled_attn import ops as native
@@ -58,11 +55,8 @@ except NativeUnavailable as error:
 """
 
 
+@pytest.mark.usefixtures("compiler")
 def test_an_instruction_set_that_cannot_be_built_gives_way_to_the_next_best():
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
     root = str(Path(__file__).parents[4])
     done = subprocess.run(
         [sys.executable, "-c", STEP_DOWN],

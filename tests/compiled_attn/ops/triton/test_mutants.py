@@ -48,7 +48,7 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "slot in pages of any size": ("attend", "key % PAGE", "key % PAGE * 0", ODD),
     "row of the block table": ("attend", "request.to(tl.int64) * table_row",
                                "request.to(tl.int64) * 0", WHOLE),
-    "request of a program": ("locate", "low = middle + 1\n", "low = middle + 2\n", WHOLE),
+    "request of a program": ("attend", "low = middle + 1\n", "low = middle + 2\n", WHOLE),
     "share of a split": ("attend", "key_begin += split * share", "key_begin += split * KEYS",
                          {"requests": [(1, 300)], "size": 16}),
     "split merge, sums": ("merge", "weight[:, None] * tl.load(part,", "tl.load(part,", WHOLE),

@@ -1,4 +1,4 @@
-"""Tiles and splits: results do not depend on them, they depend on sizes alone, and are kept."""
+"""Tiles and splits: do not change results, depend on sizes alone, and are saved."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_other_plans_are_others():
 def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
     plans, asked = Plans(), []
     chosen = Plan(Tile(64, 16, 8, 3), 2)
-    assert plans.of(DECODE, CPU) == plan(DECODE, CHIP) and not plans.kept(CPU)
+    assert plans.of(DECODE, CPU) == plan(DECODE, CHIP) and not plans.export(CPU)
     plans.measure = lambda problem, device: asked.append(problem) or chosen
     assert plans.of(DECODE, CPU) == plans.of(DECODE, CPU) == chosen
     assert asked == [DECODE]
     plans.measure = None
     assert plans.of(DECODE, CPU) == chosen
     later = Plans()
-    later.adopt(json.loads(json.dumps(plans.kept(CPU))), CPU)
+    later.adopt(json.loads(json.dumps(plans.export(CPU))), CPU)
     assert later.of(DECODE, CPU) == chosen
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_plan_is_not_adopted(numbers):
     plans = Plans()
     with pytest.raises(ValueError, match=r"expected rows, keys, .* got .*: measure again"):
         plans.adopt({DECODE.name: [16, 16, 4, 2, 1, 0], "bad": numbers}, CPU)
-    assert not plans.kept(CPU)
+    assert not plans.export(CPU)
 
 
 def test_a_name_that_is_no_problem_is_not_adopted():
@@ -119,9 +119,9 @@ def test_each_device_has_plans_of_its_own():
     assert [plans.of(DECODE, each).splits for each in (first, second, first)] == [1, 2, 1]
     assert asked == [first, second]
     later = Plans()
-    later.adopt(plans.kept(second), first)
+    later.adopt(plans.export(second), first)
     assert later.of(DECODE, first).splits == 2
-    assert later.of(DECODE, second) == plan(DECODE, CHIP) and not later.kept(second)
+    assert later.of(DECODE, second) == plan(DECODE, CHIP) and not later.export(second)
 
 
 def test_what_a_call_looks_up_is_a_tuple_and_builds_no_name(monkeypatch):

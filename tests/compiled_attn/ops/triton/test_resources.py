@@ -79,8 +79,8 @@ def test_a_decode_and_a_prefill_fit_a_device():
     assert {row["tensor_cores"] for row in rows if row["kernel"] == "prefill"} == {"HGMMA"}
 
 
-def test_no_product_is_fused_with_the_subtraction_of_the_greatest_score():
-    """Where the machine code does, the greatest of great scores is far from 0 below itself."""
+def test_no_product_is_fused_with_the_subtraction_of_the_maximum():
+    """Where the machine code does, the largest of large scores is far from 0 below itself."""
     rows = _compiled(["D 64, float32", "D 64, sinks", "D 64, int8"], ["sm_90"])
     assert len(rows) > 9
     for row in rows:

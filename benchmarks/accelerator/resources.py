@@ -1,0 +1,151 @@
+"""Compiles kernels for absent devices; reports registers, memory and instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from compiled_attn.ops.triton.arguments import MAX_AMD_WARPS, Launch
+
+__all__ = ["TARGETS", "Resources", "resources"]
+
+TARGETS: Mapping[str, tuple[str, int | str, int]] = MappingProxyType(
+    {
+        "sm_80": ("cuda", 80, 32),
+        "sm_89": ("cuda", 89, 32),
+        "sm_90": ("cuda", 90, 32),
+        "sm_100": ("cuda", 100, 32),
+        "sm_120": ("cuda", 120, 32),
+        "gfx942": ("hip", "gfx942", 64),
+    }
+)
+"""Devices to compile for."""
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_INSTRUCTION = re.compile(r"\s([A-Z][A-Z0-9_.]+) (R\d+),\s*([^;]*);")
+_REGISTER = re.compile(r"R\d+")
+_TENSOR_CORES = re.compile(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|v_mfma)")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Resources of a compiled kernel.
+
+    Attributes:
+        registers: per thread.
+        spilled: bytes of spilled registers per thread.
+        shared: bytes of shared memory per program.
+        tensor_cores: the matrix instruction; "": none.
+        fused_powers: exponentials of a product fused with a subtraction; NVIDIA only.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+    tensor_cores: str
+    fused_powers: int = 0
+
+
+def resources(kernel: Any, launch: Launch, target: str) -> Resources:
+    """Compiles a kernel for one of `TARGETS`; the arguments may be meta tensors.
+
+    Raises:
+        KeyError: unknown target.
+    """
+    source = _source(kernel, launch.arguments)
+    options = {**launch.options, "enable_fp_fusion": True}  # else Triton 3.9 warns of its default
+    if target.startswith("gfx"):
+        options["num_warps"] = min(options["num_warps"], MAX_AMD_WARPS)
+    made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    if "cubin" in made.asm:
+        return _of_cubin(made)
+    return _of_amdgcn(made)
+
+
+def _source(kernel: Any, arguments: Mapping[str, Any]) -> ASTSource:
+    """The source as specialised by a launch with these arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for number, parameter in enumerate(kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        free = parameter.do_not_specialize
+        is_one = _is_int(value) and value == 1 and not free
+        if parameter.is_constexpr or value is None or is_one:
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = _type(value)
+        if not free and (isinstance(value, Tensor) or (_is_int(value) and value % 16 == 0)):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + _TYPES[value.dtype]
+    return "i32" if _is_int(value) else "fp32"
+
+
+def _of_cubin(made: Any) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage, code = _dump("-res-usage", file.name), _dump("-sass", file.name)
+    registers, stack = (int(n) for n in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
+    spilled = stack if re.search(r"\bSTL\b", code) else 0  # some stack is reserved but unused
+    shared, fused = made.metadata.shared, _fused_powers(code)
+    return Resources(registers, spilled, shared, _instruction(code), fused)
+
+
+def _of_amdgcn(made: Any) -> Resources:
+    text = made.asm["amdgcn"]
+    registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
+    spilled = int(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", text)[0])
+    return Resources(registers, spilled, made.metadata.shared, _instruction(text))
+
+
+def _instruction(code: str) -> str:
+    found = _TENSOR_CORES.findall(code)
+    return max(set(found), key=found.count) if found else ""
+
+
+def _fused_powers(code: str) -> int:
+    """Counts arguments of MUFU.EX2 that come from a subtracting FFMA."""
+    written_by: dict[str, str] = {}
+    found = 0
+    for name, target, rest in _INSTRUCTION.findall(code):
+        if name.startswith("MUFU.EX2"):
+            source = _REGISTER.search(rest)
+            made = written_by.get(source[0], "") if source else ""
+            found += made.startswith("FFMA") and ", -R" in made
+        scales = name.startswith("FMUL") and target in rest.split(",")[0]  # of small arguments
+        if not scales:
+            written_by[target] = f"{name} {rest}"
+    return found
+
+
+def _dump(option: str, file: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout

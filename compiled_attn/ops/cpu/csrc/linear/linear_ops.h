@@ -1,0 +1,233 @@
+// The ops `packed_linear`, `packed_linears`, `packed_swiglu` and `packed_rows`.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cstring>
+#include <vector>
+
+#include "arguments.h"
+#include "replay.h"
+
+namespace compiled_attn {
+
+constexpr int64_t kRowsOfPanel = 16;
+
+// Copies row `id` of a packed weight of `groups` groups of inputs, `size` bytes each; may widen
+// pairs of bfloat16 to float32.
+template <int size, bool widens = false>
+void copy_packed_row(const char* weight, int64_t groups, int64_t id, char* out) {
+  const char* from =
+      weight + (id / kRowsOfPanel * groups * kRowsOfPanel + id % kRowsOfPanel) * size;
+  for (int64_t k = 0; k < groups; ++k, from += kRowsOfPanel * size)
+    if constexpr (widens) {
+      uint16_t pair[2];
+      std::memcpy(pair, from, size);
+      const uint32_t wide[] = {uint32_t{pair[0]} << 16, uint32_t{pair[1]} << 16};
+      std::memcpy(out + k * 2 * size, wide, 2 * size);
+    } else {
+      std::memcpy(out + k * size, from, size);
+    }
+}
+
+// Rows of a weight [panels, groups, kRowsOfPanel, ...] with groups of `bytes` bytes.
+struct PackedRowsArgs {
+  const void* weight;
+  const int64_t* ids;  // [count]
+  void* out;           // [count, row]
+  int64_t count, panels, groups, bytes;
+  int64_t weight_is_bf16;
+};
+
+// Returns false, writing nothing, if an id is out of range.
+inline bool copy_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
+  for (int64_t i = 0; i < args.count; ++i)
+    if (args.ids[i] < 0 || args.ids[i] >= args.panels * kRowsOfPanel)
+      return bad = args.ids[i], false;
+  const int64_t row = args.groups * args.bytes * (args.weight_is_bf16 ? 2 : 1);
+  const auto copy = args.weight_is_bf16 ? copy_packed_row<4, true>
+                    : args.bytes == 4   ? copy_packed_row<4>
+                                        : copy_packed_row<2>;
+  auto* to = static_cast<char*>(args.out);
+  for (int64_t i = 0; i < args.count; ++i, to += row)
+    copy(static_cast<const char*>(args.weight), args.groups, args.ids[i], to);
+  return true;
+}
+
+// The arguments of a layer, without its output.
+inline PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tensor* bias,
+                                 const Tensor* scale) {
+  const auto kept = weight.scalar_type();
+  const bool is_single = !scale && kept == ScalarType::Float;
+  const bool weight_is_bf16 = !scale && kept == ScalarType::Short;
+  const auto dtype = is_single || weight_is_bf16 ? ScalarType::Float : ScalarType::BFloat16;
+  const int64_t together = is_single ? 1 : 2;
+  check_shape("weight", weight, {kAny, kAny, 16, together});
+  const int64_t size_in = together * weight.size(1), size_out = 16 * weight.size(0);
+  if (size_in % 32) {
+    fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
+  }
+  check_dense("weight", weight, {weight.size(0), weight.size(1), 16, together},
+              scale       ? ScalarType::Char
+              : weight_is_bf16 ? kept
+                          : dtype);
+  if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
+  check_shape("input", input, {kAny, size_in});
+  check_dtype("input", input, dtype);
+  check_rows("input", input);
+  if (bias) check_dense("bias", *bias, {size_out}, dtype);
+
+  PackedLinearArgs args{};
+  args.rows = input.size(0), args.size_in = size_in, args.size_out = size_out;
+  args.input = input.const_data_ptr(), args.input_row = input.stride(0);
+  args.out_row = size_out;
+  args.weight = weight.const_data_ptr();
+  args.scale = scale ? data_of<float>(*scale) : nullptr;
+  args.bias = bias ? bias->const_data_ptr() : nullptr;
+  args.dtype = dtype == ScalarType::Float ? kFloat32 : kBFloat16;
+  args.weight_is_bf16 = weight_is_bf16;
+  return args;
+}
+
+inline Tensor room_for(const Tensor& input, PackedLinearArgs& layer) {
+  Tensor out = torch::stable::new_empty(input, std::vector<int64_t>{layer.rows, layer.size_out});
+  layer.out = out.mutable_data_ptr();
+  return out;
+}
+
+// Uses the current tuning and number of threads.
+inline void multiply(std::vector<PackedLinearArgs>& layers, bool is_swiglu) {
+  for (auto& layer : layers) {
+    layer.threads = int32_t(torch::stable::get_num_threads());
+    layer.products = layer.weight_is_bf16 ? tuning.linear_bf16_weights : tuning.linear;
+    layer.prefetch_l1 = tuning.linear_prefetch_l1;
+    layer.prefetch_l1_once = tuning.linear_prefetch_l1_once;
+  }
+  if (compiled_attn_packed_linear(layers.data(), int64_t(layers.size()), is_swiglu) != kOk) {
+    fail("scratch memory", "none", "free memory");
+  }
+}
+
+inline void replay_linear(const int64_t* words) {
+  const int64_t count = words[0], is_swiglu = words[1];
+  words += 2;
+  std::vector<PackedLinearArgs> layers;
+  for (int64_t i = 0; i < count; ++i) layers.push_back(read_args<PackedLinearArgs>(words));
+  in_op(is_swiglu    ? "packed_swiglu"
+        : count > 1 ? "packed_linears"
+                    : "packed_linear",
+        [&] { multiply(layers, is_swiglu); });
+}
+
+inline void multiply_and_record(std::vector<PackedLinearArgs>& layers, bool is_swiglu = false) {
+  multiply(layers, is_swiglu);
+  if (CallRecorder* recorder = CallRecorder::active()) {
+    using A = PackedLinearArgs;
+    recorder->begin(replay_linear), recorder->put(int64_t(layers.size())), recorder->put(is_swiglu);
+    for (const auto& layer : layers)
+      recorder->put(layer, {offsetof(A, input), offsetof(A, weight), offsetof(A, scale),
+                         offsetof(A, bias), offsetof(A, out)});
+  }
+}
+
+inline Tensor packed_linear(Tensor input, Tensor weight, OptionalTensor bias,
+                            OptionalTensor scale) {
+  return in_op("packed_linear", [&] {
+    std::vector layers{layer_of(input, weight, bias ? &*bias : nullptr, scale ? &*scale : nullptr)};
+    Tensor out = room_for(input, layers[0]);
+    multiply_and_record(layers);
+    return out;
+  });
+}
+
+inline void check_one_each(const char* name, const std::vector<Tensor>& of,
+                           const std::vector<Tensor>& weights) {
+  if (of.empty() || of.size() == weights.size()) return;
+  fail(text(name, " of all weights or of none"), text(of.size(), " for ", weights.size()),
+       "call the op for the others apart");
+}
+
+inline std::vector<PackedLinearArgs> layers_of(const Tensor& input,
+                                               const std::vector<Tensor>& weights,
+                                               const std::vector<Tensor>& biases,
+                                               const std::vector<Tensor>& scales) {
+  check_one_each("biases", biases, weights);
+  check_one_each("scales", scales, weights);
+  std::vector<PackedLinearArgs> layers;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_dtype("weights", weights[i], weights[0].scalar_type());  // one inner loop serves all
+    layers.push_back(layer_of(input, weights[i], biases.empty() ? nullptr : &biases[i],
+                              scales.empty() ? nullptr : &scales[i]));
+  }
+  return layers;
+}
+
+inline std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
+                                          std::vector<Tensor> biases, std::vector<Tensor> scales) {
+  return in_op("packed_linears", [&] {
+    if (weights.empty()) fail("weights of at least one layer", "none", "pass them as a list");
+    auto layers = layers_of(input, weights, biases, scales);
+    std::vector<Tensor> outs;
+    for (auto& layer : layers) outs.push_back(room_for(input, layer));
+    multiply_and_record(layers);
+    return outs;
+  });
+}
+
+inline Tensor packed_swiglu(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases,
+                           std::vector<Tensor> scales) {
+  return in_op("packed_swiglu", [&] {
+    if (weights.size() != 2)
+      fail("the weights of gate and up", text(weights.size()), "pass [gate, up]");
+    auto layers = layers_of(input, weights, biases, scales);
+    if (layers[0].size_out != layers[1].size_out)
+      fail(text("as many outputs as the gate, ", layers[0].size_out), text(layers[1].size_out),
+           "pass two layers of the same sizes");
+    Tensor out = room_for(input, layers[0]);
+    multiply_and_record(layers, true);
+    return out;
+  });
+}
+
+inline void look_up(const PackedRowsArgs& args) {
+  int64_t bad = 0;
+  if (copy_packed_rows(args, bad)) return;
+  fail(text("ids in 0..", args.panels * kRowsOfPanel - 1), std::to_string(bad),
+       "look up rows of the weight");
+}
+
+inline void replay_rows(const int64_t* words) {
+  const auto args = read_args<PackedRowsArgs>(words);
+  in_op("packed_rows", [&] { look_up(args); });
+}
+
+inline Tensor packed_rows(Tensor weight, Tensor ids) {
+  return in_op("packed_rows", [&] {
+    const auto dtype = weight.scalar_type();
+    const bool weight_is_bf16 = dtype == ScalarType::Short;
+    const bool is_known = weight_is_bf16 || dtype == ScalarType::Char || dtype == ScalarType::Float;
+    const int64_t together = dtype == ScalarType::Float ? 1 : 2;
+    check_shape("weight", weight, {kAny, kAny, kRowsOfPanel, together});
+    const int64_t panels = weight.size(0), groups = weight.size(1), count = ids.numel();
+    check_dense("weight", weight, {panels, groups, kRowsOfPanel, together},
+                is_known ? dtype : ScalarType::BFloat16);
+    check_dense("ids", ids, {count}, ScalarType::Long);
+    std::vector<int64_t> shape{count, together * groups};
+    const auto out_dtype = weight_is_bf16 ? ScalarType::Float : dtype;
+    Tensor out = torch::stable::new_empty(weight, shape, out_dtype);
+    PackedRowsArgs args{};
+    args.weight = weight.const_data_ptr(), args.ids = data_of<int64_t>(ids);
+    args.out = out.mutable_data_ptr(), args.count = count, args.panels = panels;
+    args.groups = groups, args.bytes = together * weight.element_size();
+    args.weight_is_bf16 = weight_is_bf16;
+    look_up(args);
+    if (CallRecorder* recorder = CallRecorder::active()) {
+      using A = PackedRowsArgs;
+      recorder->begin(replay_rows);
+      recorder->put(args, {offsetof(A, weight), offsetof(A, ids), offsetof(A, out)});
+    }
+    return out;
+  });
+}
+
+}  // namespace compiled_attn

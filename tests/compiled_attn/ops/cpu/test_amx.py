@@ -1,0 +1,135 @@
+"""Prefill in emulated AMX tiles, and that the registers give the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas
+from tests.compiled_attn.ops.kernels import AMX, WITHOUT_AMX, loaded, threads
+from tests.compiled_attn.ops.native_cases import CASES
+from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
+
+# Around tiles of 16 and 32 rows and keys, chunks of 256 keys.
+EDGES = [(3, 3), (4, 40), (5, 257), (8, 16), (9, 300), (16, 256), (33, 33), (40, 520)]
+OF_BFLOAT16 = [
+    name for name, case in CASES.items() if case.get("dtype", torch.bfloat16) == torch.bfloat16
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> NativeOps:
+    return loaded(WITHOUT_AMX, plain_tiles=True)
+
+
+def _scene(requests=EDGES, **options) -> Scene:
+    return scene(requests, **{"dtype": torch.bfloat16, "heads": 8, "kv_heads": 2, **options})
+
+
+@pytest.mark.parametrize("name", OF_BFLOAT16)
+def test_a_step_is_that_of_dense_attention(plain, name):
+    step = scene(**{**CASES[name], "dtype": torch.bfloat16})
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("dim", [7, 40, 200])
+@pytest.mark.parametrize("heads", [2, 10])
+def test_any_size_of_head_and_group(plain, dim, heads):
+    requests = [(9, 40), (33, 260)]
+    step = _scene(requests, dim=dim, heads=heads, value_dim=48, poison=float("nan"))
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("scoring", ["plain", "softcap", "ALiBi", "sinks", "not causal", "scale"])
+def test_every_kind_of_scoring(plain, window, scoring):
+    options = {
+        "softcap": {"softcap": 2.0},
+        "ALiBi": {"alibi_slopes": torch.rand(8)},
+        "sinks": {"sinks": torch.randn(8)},
+        "not causal": {"causal": False},
+    }.get(scoring, {})
+    if scoring == "not causal" and window:
+        pytest.skip("windows are causal")
+    step = _scene(window=window, **options)
+    if scoring == "scale":
+        step.scale = -step.scale
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("window", [1, 16, 300])
+def test_windows_of_any_length(plain, window):
+    step = _scene([(40, 320), (9, 280)], window=window)
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+def test_a_prompt_of_several_bands(plain):
+    step = _scene([(200, 300)], heads=2, kv_heads=1, dim=32)
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+def test_a_request_gets_the_same_bits_whatever_its_neighbours(plain):
+    step = _scene()
+    together, _ = plain.paged_attention(*step.arguments)
+    starts = step.query_start_loc.tolist()
+    for request in range(len(EDGES)):
+        first, end = starts[request], starts[request + 1]
+        alone, _ = plain.paged_attention(
+            step.query[first:end],
+            step.key_cache,
+            step.value_cache,
+            step.block_table[request : request + 1],
+            step.seq_lens[request : request + 1],
+            torch.tensor([0, end - first]).int(),
+            step.scale,
+        )
+        assert torch.equal(alone, together[first:end])
+
+
+def test_a_nan_reaches_the_rows_that_see_it_and_no_other(plain):
+    step = _scene([(40, 300)])
+    clean, _ = plain.paged_attention(*step.arguments)
+    slots = step.block_table[0].repeat_interleave(step.key_cache.shape[1]).long()
+    offset = torch.arange(len(slots)) % step.key_cache.shape[1]
+    late = 280  # seen by the last 20 rows
+    step.value_cache[slots[late], offset[late]] = float("nan")
+    poisoned, _ = plain.paged_attention(*step.arguments)
+    assert torch.equal(poisoned[:20], clean[:20])
+    assert poisoned[20:].isnan().all()
+
+
+def test_the_number_of_threads_changes_no_bit_though_bands_depend_on_it(plain):
+    step = _scene([(200, 420)])
+    last = step.block_table[0, 419 // step.value_cache.shape[1]].long()
+    step.value_cache[last] = float("nan")  # seen by the last rows
+    with threads(1):
+        alone, _ = plain.paged_attention(*step.arguments)
+    with threads(3):
+        together, _ = plain.paged_attention(*step.arguments)
+    assert alone[0].isfinite().all() and alone[-1].isnan().any()
+    assert torch.equal(alone.isnan(), together.isnan())
+    assert torch.equal(alone.nan_to_num(), together.nan_to_num())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_of_any_size_have_finite_weights(plain, causal):
+    step = _scene([(40, 300)])
+    step.query *= 2.0**60
+    for each in plain.paged_attention(*step.arguments, causal=causal):
+        assert each.isfinite().all()
+
+
+@pytest.mark.skipif(AMX not in available_isas(), reason="needs a processor with AMX")
+@pytest.mark.parametrize("kind", ["normal", "subnormal", "huge"])
+def test_the_registers_give_the_bits_of_the_plain_form(plain, kind):
+    try:
+        hardware = loaded(AMX)
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    step = _scene(sinks=torch.randn(8), dim=72)
+    size = {"normal": 1.0, "subnormal": 2.0**-128, "huge": 2.0**62}[kind]
+    step.query *= size
+    step.value_cache *= size
+    want = plain.paged_attention(*step.arguments, **step.options)
+    got = hardware.paged_attention(*step.arguments, **step.options)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))

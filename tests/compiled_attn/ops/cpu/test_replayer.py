@@ -1,0 +1,303 @@
+"""Calls that the ops record, and their native replay."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.ops import load, packed_linear
+from compiled_attn.ops.cpu.replayer import NativeReplayer
+from compiled_attn.ops.schema import schemas
+from graphs import capture
+from graphs.torch_internals.replay.replay import Replays
+from tests.compiled_attn.ops.native_scene import new_tokens, scene
+from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def attend(ops):
+    step = scene([(3, 5), (1, 40), (0, 0), (17, 17)])
+    return [*step.arguments], lambda *given: ops.paged_attention(*given)
+
+
+def write_and_attend(ops):
+    step = scene([(3, 5), (1, 40), (17, 17)])
+    key, value, slots = new_tokens(step)
+    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step]
+    return given, lambda *given: ops.paged_attention_(*given)
+
+
+def attend_with_options(ops):
+    step = scene([(3, 5), (1, 40)])
+    slopes, sinks = torch.rand(4), torch.randn(4)
+
+    def call(*given):
+        *positional, alibi, sink = given
+        return ops.paged_attention(*positional, window=7, alibi_slopes=alibi, sinks=sink)
+
+    return [*step.arguments, slopes, sinks], call
+
+
+def attend_8_bits(ops):
+    step = scene([(3, 5), (1, 40), (17, 17)], cache_dtype=torch.int8)
+    scales = step.options["key_scale"], step.options["value_scale"]
+
+    def call(*given):
+        *positional, key_scale, value_scale = given
+        return ops.paged_attention(*positional, key_scale=key_scale, value_scale=value_scale)
+
+    return [*step.arguments, *scales], call
+
+
+def write_8_bits(ops):
+    step = scene([(3, 5), (1, 40)], cache_dtype=torch.int8)
+    key, value, slots = new_tokens(step)
+    scales = step.options["key_scale"], step.options["value_scale"]
+    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step, *scales]
+
+    def call(*given):
+        *positional, key_scale, value_scale = given
+        return ops.paged_attention_(*positional, key_scale=key_scale, value_scale=value_scale)
+
+    return given, call
+
+
+def write_with_everything(ops):
+    """Every tensor that the op can be given."""
+    step = scene([(3, 5), (1, 40)], cache_dtype=torch.int8)
+    key, value, slots = new_tokens(step)
+    options = step.options["key_scale"], step.options["value_scale"], torch.rand(4), torch.randn(4)
+    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step, *options]
+
+    def call(*given):
+        *positional, key_scale, value_scale, alibi, sinks = given
+        scales = {"key_scale": key_scale, "value_scale": value_scale}
+        return ops.paged_attention_(*positional, **scales, alibi_slopes=alibi, sinks=sinks)
+
+    return given, call
+
+
+def multiply(ops):
+    weight, bias = packed_linear.pack(torch.randn(48, 64)), torch.randn(48)
+    return [torch.randn(9, 64), weight, bias], lambda *given: [ops.packed_linear(*given)]
+
+
+def multiply_all(ops):
+    weights = [packed_linear.halve(torch.randn(n, 64).bfloat16().float()) for n in (48, 16, 32)]
+    return [torch.randn(5, 64), *weights], lambda x, *given: ops.packed_linears(x, [*given])
+
+
+def multiply_int8(ops):
+    (gate, a), (up, b) = (packed_linear.quantise(torch.randn(48, 64)) for _ in range(2))
+    x = torch.randn(3, 64).bfloat16()
+    return [x, gate, up, a, b], lambda x, g, u, a, b: [ops.packed_swiglu(x, [g, u], [], [a, b])]
+
+
+def look_up(ops):
+    weight = packed_linear.pack(torch.randn(48, 64).bfloat16())
+    return [weight, torch.tensor([3, 47, 0])], lambda *given: [ops.packed_rows(*given)]
+
+
+def look_up_halves(ops):
+    weight = packed_linear.halve(torch.randn(48, 64).bfloat16().float())
+    return [weight, torch.tensor([3, 47, 0])], lambda *given: [ops.packed_rows(*given)]
+
+
+CALLS = [
+    attend, write_and_attend, attend_with_options, attend_8_bits, write_8_bits,
+    write_with_everything, multiply, multiply_all, multiply_int8, look_up, look_up_halves,
+]  # fmt: skip
+
+
+def are_equal(a, b):
+    """Bit for bit: caches hold NaN where nothing may be read."""
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("make", CALLS)
+def test_a_recorded_call_does_the_same_in_other_memory(ops, replayer, make):
+    torch.manual_seed(0)
+    assert_moved(ops, replayer, make)
+
+
+def test_the_call_with_everything_has_every_tensor_of_the_schema(ops):
+    given, _ = write_with_everything(ops)
+    arguments, _ = schemas()["paged_attention_"].split("->")
+    assert sum(isinstance(each, torch.Tensor) for each in given) == arguments.count("Tensor")
+
+
+def assert_moved(ops, replayer, make):
+    """Records a call and replays it with all arguments and results elsewhere."""
+    given, call = make(ops)
+    moved = [each.clone() if isinstance(each, torch.Tensor) else each for each in given]
+    with replayer.recording() as last_call:
+        made = [*call(*given)]
+        words, addresses = last_call()
+        assert last_call() is None
+    other = [torch.full_like(each, 7) for each in made]
+    where = {a.data_ptr(): b for a, b in zip((*given, *made), (*moved, *other), strict=True)
+             if isinstance(a, torch.Tensor)}  # fmt: skip
+    calls = [len(words) + 1, *words]
+    assert {words[place] for place in addresses} == {*where}
+    for place in addresses:
+        calls[1 + place] = where[words[place]].data_ptr()
+    replayer.replay(np.array(calls, np.int64))
+    for a, b in zip((*made, *given), (*other, *moved), strict=True):
+        assert are_equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_nothing_is_recorded_unless_enabled(ops, replayer):
+    given, call = multiply(ops)
+    with replayer.recording() as last_call:
+        pass
+    call(*given)
+    assert last_call() is None
+    with replayer.recording() as last_call:
+        assert last_call() is None
+
+
+def test_an_op_that_fails_records_nothing(ops, replayer):
+    weight = packed_linear.pack(torch.randn(48, 64))
+    with replayer.recording() as last_call:
+        with pytest.raises(RuntimeError, match="look up rows"):
+            ops.packed_rows(weight, torch.tensor([48]))
+        assert last_call() is None
+
+
+def test_a_replay_ends_with_the_first_call_that_fails(ops, replayer):
+    given, call = look_up(ops)
+    with replayer.recording() as last_call:
+        (made,) = call(*given)
+        one, _ = last_call()
+        (after,) = call(*given)
+        two, _ = last_call()
+    made.zero_(), after.zero_()
+    given[1][1] = 48
+    calls = np.array([len(one) + 1, *one, len(two) + 1, *two], np.int64)
+    with pytest.raises(RuntimeError, match=r"packed_rows: expected ids in 0\.\.47, got 48"):
+        replayer.replay(calls)
+    assert not made.any() and not after.any()
+    given[1][1] = 47
+    replayer.replay(calls)
+    assert torch.equal(made, after) and made.any()
+
+
+def test_words_reach_a_function_as_they_are(replayer):
+    seen = []
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 20)
+    function = kind(lambda *words: seen.append(words))
+    words = [replayer.entry, ctypes.cast(function, ctypes.c_void_p).value, *range(-10, 10)]
+    words += [99] * (replayer.max_args + 2 - len(words))
+    replayer.replay(np.array([len(words) + 1, *words] * 2, np.int64))
+    assert seen == [tuple(range(-10, 10))] * 2
+
+
+class Block(nn.Module):
+    """Attention and layers between kernels of inductor, which write to a cache."""
+
+    def __init__(self, ops, step):
+        super().__init__()
+        self.ops, self.step = ops, step
+        self.key, self.value = nn.Buffer(step.key_cache), nn.Buffer(step.value_cache)
+        self.weight = nn.Buffer(packed_linear.pack(torch.randn(64, 64)))
+
+    def forward(self, query, table, lengths, starts):
+        for _ in range(2):
+            attended, lse = torch.ops.compiled_attn.paged_attention(
+                query, self.key, self.value, table, lengths, starts, self.step.scale
+            )
+            rows = torch.relu(attended.flatten(1)) * lse.clamp_min(0).mean()
+            rows = torch.ops.compiled_attn.packed_linear(rows, self.weight, None, None)
+            query = torch.tanh(rows).unflatten(1, (4, 16)) + query
+            self.key[:, 0] *= 0.5
+        return query
+
+
+def test_a_replayed_graph_with_ops_is_that_of_eager_and_of_a_player_in_python(ops, replayer):
+    torch.manual_seed(0)
+    step = scene([(3, 5), (1, 40), (17, 17)])
+    inputs = [step.query, *step.step[:3]]
+    module = Block(ops, step)
+    replays = Replays(replayer)
+    graph = capture(module, inputs, replays=replays)
+    assert (replays.recorded, replays.refused) == (1, {})
+    for _ in range(3):
+        inputs[0] = torch.randn_like(inputs[0])
+        inputs[1] = inputs[1].clone()
+        before = module.key.clone()
+        expected = module(*inputs)
+        after = module.key.clone()
+        module.key.copy_(before)
+        torch.testing.assert_close(graph.run(*inputs), expected, equal_nan=False)
+        torch.testing.assert_close(module.key, after, equal_nan=True)
+
+
+def test_a_step_that_an_op_refuses_is_refused_with_its_words(ops, replayer):
+    step = scene([(3, 5), (1, 40)])
+    inputs = [step.query, *step.step[:3]]
+    module = Block(ops, step)
+    graph = capture(module, inputs, replays=(replays := Replays(replayer)))
+    assert replays.recorded == 1
+    good, keys = graph.run(*inputs), module.key.clone()
+    bad = inputs[1].clone()
+    bad[1, 0] = 10**6
+    with pytest.raises(RuntimeError, match=r"block_table\[1, 0\] in 0\.\."):
+        graph.run(inputs[0], bad, *inputs[2:])
+    assert are_equal(module.key, keys)
+    assert good.isfinite().all() and graph.run(*inputs).isfinite().all()
+
+
+@torch.library.custom_op("replay_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Calls an op that records its call, and does something more."""
+    return torch.ops.compiled_attn.packed_linear(x, weight, None, None) * 2
+
+
+@scaled.register_fake
+def _(x, weight):
+    return x.new_empty(len(x), weight.shape[0] * 16)
+
+
+def test_an_op_that_calls_ours_and_does_more_is_not_taken_for_it(ops, replayer):
+    weight, x = packed_linear.pack(torch.randn(48, 64)), torch.randn(5, 64)
+    replays = Replays(replayer)
+
+    def step(x, weight):
+        first = torch.relu(torch.ops.compiled_attn.packed_linear(x, weight, None, None))
+        return first + torch.ops.replay_tests.scaled(x, weight)
+
+    graph = capture(step, [x, weight], replays=replays)
+    assert replays.recorded == 0 and "replay_tests.scaled" in next(iter(replays.refused))
+    y = torch.randn(5, 64)
+    torch.testing.assert_close(graph.run(y, weight), step(y, weight))
+
+
+def test_replayed_calls_are_not_recorded(ops, replayer):
+    given, call = multiply(ops)
+    with replayer.recording() as last_call:
+        (made,) = call(*given)
+        words, _ = last_call()
+        expected = made.clone()
+        replayer.replay(np.array([len(words) + 1, *words], np.int64))
+        assert last_call() is None
+    assert torch.equal(made, expected)
+
+
+def test_the_reference_has_no_player():
+    assert load("reference").replayer() is None
+
+
+def test_the_player_is_one_of_the_kind_that_graphs_take(replayer):
+    assert isinstance(replayer, NativeReplayer)
+    assert {*vars(ReplayerDouble)} - {"__init__", "__module__", "__doc__"} <= {*dir(replayer)} | {
+        "__dict__", "__weakref__", "__annotations__",
+    }  # fmt: skip
