@@ -6,6 +6,7 @@ import functools
 import importlib
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from graphs import WarmupManager, explicit
 from graphs.store import environment_factors, graph_factors, key_of
+from graphs.store.values import digest_of_globals
 
 SOURCE = """
 import torch
@@ -180,6 +182,15 @@ def test_a_container_of_itself_and_the_environment_do_no_harm(load, monkeypatch)
     before = key(load("my_store_net", text), X)
     monkeypatch.setenv("MY_STORE_VARIABLE", "another")
     assert key(load(), X) == before
+
+
+def test_a_large_global_container_is_data_and_does_not_count():
+    module = ModuleType("my_session")
+    digests = []
+    for count in (2, 3, 2000, 3000):
+        module.TABLE = [*range(count)]
+        digests.append(digest_of_globals([module]))
+    assert digests[0] != digests[1] != digests[2] == digests[3]
 
 
 def test_closures_count():

@@ -6,8 +6,9 @@ import threading
 import pytest
 import torch
 
-from graphs import CompileEvent, CompileWatch
+from graphs import CompileWatch
 from graphs.watch.compiles import build_of
+from graphs.watch.events import CompileEvent
 
 
 def compiled(function):
