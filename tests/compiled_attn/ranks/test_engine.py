@@ -97,7 +97,7 @@ def test_a_block_that_is_not_finite_on_its_rank_is_so_on_all():
 @pytest.mark.dist
 def test_windows_are_refused_where_contexts_are_divided():
     ((line,),) = launch("windows")
-    assert "with windows of [9] tokens: divide its weights instead" in line
+    assert "with windows of [9] tokens: use tensor parallelism" in line
 
 
 @pytest.mark.dist
