@@ -58,7 +58,7 @@ chat: $(VENV)/.installed-smollm2
 # their model is converted.
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -c "from compiled_attn.ops import load; load(); load('portable'); \
-		from compiled_attn.model_folder import model_folder; model_folder('smollm2')" 2>/dev/null & \
+		from compiled_attn.models.folder import model_folder; model_folder('smollm2')" 2>/dev/null & \
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 

@@ -32,7 +32,7 @@ import torch
 from openai import AsyncOpenAI
 
 from compiled_attn.errors import ModelError
-from compiled_attn.model_folder import model_folder
+from compiled_attn.models.folder import model_folder
 from compiled_attn.serve.server import bound
 
 TOKENS = 48

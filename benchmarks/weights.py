@@ -15,8 +15,8 @@ import torch
 from native.timing import medians
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.model_folder import model_folder
 from compiled_attn.models import load_model
+from compiled_attn.models.folder import model_folder
 from graphs import explicit
 
 PACKINGS = ("plain", "packed", "int8")

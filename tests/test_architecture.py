@@ -77,7 +77,7 @@ def test_a_file_can_be_read_in_five_minutes():
 def test_only_what_is_installed_with_an_extra_is_imported_late():
     """The core packages need torch and numpy alone."""
     allowed = {"torch", "numpy", "graphs", "compiled_attn", *sys.stdlib_module_names}
-    extras = ("compiled_attn.cli", "compiled_attn.hf", "compiled_attn.engine", "graphs.cli",
+    extras = ("compiled_attn.cli", "compiled_attn.engine", "graphs.cli",
               "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.serve",
               "compiled_attn.workloads", "compiled_attn.ops.triton", "compiled_attn.ranks",
                "compiled_attn.replicas", "graphs.backends.onnx", "compiled_attn.integrations",

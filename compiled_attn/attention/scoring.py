@@ -1,4 +1,4 @@
-"""How ``q . k`` becomes a score: scale, softcap, ALiBi, sliding window, attention sinks."""
+"""Scores of keys: scale, softcap, ALiBi, sliding window, attention sinks."""
 
 from __future__ import annotations
 

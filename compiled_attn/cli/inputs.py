@@ -11,8 +11,8 @@ import torch
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.options import ModelOptions, ServingOptions
 from compiled_attn.engine.sampling import check_lengths
-from compiled_attn.model_folder import will_convert
 from compiled_attn.models import default_model, load_model
+from compiled_attn.models.folder import will_convert
 from compiled_attn.workloads import Arrival, fit_scale, scaled
 from graphs import available_backends
 

@@ -31,7 +31,7 @@ from compiled_attn.engine import (
 )
 from compiled_attn.engine.report import block_series
 from compiled_attn.errors import RankLost, RanksDisagree
-from compiled_attn.hf.proof import CheckReport, check
+from compiled_attn.models.hf.proof import CheckReport, check
 from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
 from compiled_attn.text import Answer, Grammars
 from graphs import (

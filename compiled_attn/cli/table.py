@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_attn.engine import EngineReport, Percentiles
-from compiled_attn.hf.proof import CheckReport
+from compiled_attn.models.hf.proof import CheckReport
 
 __all__ = ["print_result"]
 

@@ -12,7 +12,7 @@ from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.cli.inputs import model_of
 from compiled_attn.cli.options import TuneOptions
 from compiled_attn.errors import NativeUnavailable
-from compiled_attn.hf.packed import packable
+from compiled_attn.models.packed import packable
 from compiled_attn.ops import load
 from compiled_attn.ops.cpu.calibration import calibrate
 from compiled_attn.ops.cpu.forms import Chosen

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.hf import cache_for
+from compiled_attn.models.hf import cache_for
 from graphs.capture.memory import free_bytes, machine_bytes
 
 __all__ = ["CacheSize", "memory_for"]

@@ -16,7 +16,7 @@ from compiled_attn.engine.sampler import rows_of, sample_step
 from compiled_attn.engine.sampling_rows import SamplingRows
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
-from compiled_attn.hf import PagedCausalLM
+from compiled_attn.models.hf import PagedCausalLM
 from compiled_attn.ops.drawn_tokens import drawn, likely
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
 

@@ -167,7 +167,7 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is not warmed up, or a step is running.
-            compiled_attn.hf.ModelChanged: the model has changed since the warmup.
+            compiled_attn.models.hf.ModelChanged: the model has changed since the warmup.
             graphs.GraphBudgetExceeded: something compiled (strict).
             KeyboardInterrupt: at the end of the step; the next call returns its tokens.
         """

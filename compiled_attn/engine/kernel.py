@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import LAYOUTS, LayoutType
-from compiled_attn.hf.packed import (
+from compiled_attn.models.packed import (
     halved_weights,
     packable,
     packed_weights,

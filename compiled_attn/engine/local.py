@@ -23,8 +23,8 @@ from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.sampler import logits_needed, sample_step
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
-from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.adapters import unwrapped
+from compiled_attn.models.adapters import unwrapped
+from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.ops import load
 from compiled_attn.ops.joined import JoinedLayers
 from compiled_attn.ops.triton.register import measured_plans
@@ -70,7 +70,7 @@ class LocalExecutor:
     Raises:
         ConfigError: the sizes do not fit each other or the model.
         graphs.CaptureError: the backend is not available.
-        ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
+        ValueError: the model cannot run on the paged cache, see `PagedCausalLM`.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class LocalExecutor:
         self._store.close()
 
     def check_unchanged(self) -> None:
-        """Raises `compiled_attn.hf.ModelChanged` unless the model is as it was at the warmup."""
+        """Raises `ModelChanged` unless the model is as it was at the warmup."""
         self.module.check_unchanged()
 
     def plan(self, step: ScheduledStep, table: RequestTable) -> PlannedStep:

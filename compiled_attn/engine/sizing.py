@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.hf import context_limit
+from compiled_attn.models.hf import context_limit
 from compiled_attn.step import ModelWork, PartsLayout, StepLayout, StepLimits, TableLayout
 from compiled_attn.step.divided import BlockShare
 from graphs import BucketOverflow, BucketSpace

@@ -23,8 +23,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.request_state import TokenEvent
 from compiled_attn.errors import EngineUnsupported
-from compiled_attn.hf import ATTENTION_NAME
 from compiled_attn.integrations.transformers_sampling import sampling_for
+from compiled_attn.models.hf import ATTENTION_NAME
 
 __all__ = ["EngineManager", "manager_for"]
 

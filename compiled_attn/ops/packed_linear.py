@@ -5,7 +5,7 @@ pair the outputs. That is what the dot products of AVX-512 (``vdpbf16ps``) and t
 (``tdpbf16ps``) take as it is, so that weights are read once, in the order of their addresses, and
 nothing is rearranged. In float32 single inputs follow each other, for multiply-adds. vLLM and
 oneDNN pack weights for the same reason; here they take no more memory than before, see
-`compiled_attn.hf.packed`.
+`compiled_attn.models.packed`.
 
 Most models are published in bfloat16. Served in float32, the lower halves of their weights are
 zeros; the upper ones alone are read in half of the time, and give the same bits, or with tiles the

@@ -12,7 +12,7 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.errors import ModelRefused
-from compiled_attn.hf.shapes import calls_by_layer
+from compiled_attn.models.hf.shapes import calls_by_layer
 from compiled_attn.ranks.executor import RankExecutor
 from compiled_attn.ranks.group import Ranks
 from compiled_attn.step import BlockShare, DividedTableLayout

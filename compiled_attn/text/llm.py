@@ -16,8 +16,8 @@ from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Stream
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.errors import ConfigError, RequestFailed
-from compiled_attn.model_folder import will_convert
 from compiled_attn.models import load_model, served_model
+from compiled_attn.models.folder import will_convert
 from compiled_attn.text.answer import Answer, AnswerPieces
 from compiled_attn.text.grammars import Grammars
 from compiled_attn.text.tokenizer import Message, Prompt, Tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compiled_attn.errors import ConfigError, ModelError
-from compiled_attn.model_folder import cannot_read, model_folder
 from compiled_attn.models import quiet_transformers
+from compiled_attn.models.folder import cannot_read, model_folder
 from graphs.errors import quoted
 from graphs.installation import install_command
 

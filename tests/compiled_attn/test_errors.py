@@ -11,7 +11,7 @@ from compiled_attn import errors
 OFFERED = {
     "compiled_attn.cache.blocks": ["DuplicateRequest", "OutOfBlocks", "UnknownRequest"],
     "compiled_attn.engine": ["ConfigError"],
-    "compiled_attn.hf": ["ModelChanged", "ModelRefused"],
+    "compiled_attn.models.hf": ["ModelChanged", "ModelRefused"],
     "compiled_attn.models": ["ModelError"],
     "compiled_attn.workloads": ["TraceError"],
 }

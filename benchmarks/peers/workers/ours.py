@@ -8,8 +8,8 @@ import torch
 
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.hf import cache_for
 from compiled_attn.models import load_model
+from compiled_attn.models.hf import cache_for
 from peers.workers.protocol import Serve, answer
 
 

@@ -14,9 +14,10 @@ import torch
 pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from compiled_attn import LLM, model_folder
+from compiled_attn import LLM
 from compiled_attn.cli import main
 from compiled_attn.engine import EngineConfig, SamplingParams
+from compiled_attn.models import folder as model_folder
 from compiled_attn.models import load_model
 from compiled_attn.text import Tokenizer
 from tests.compiled_attn.cli.commands import Command, assert_refused

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from compiled_attn.cli.options import RunOptions
 from compiled_attn.engine import Engine
-from compiled_attn.hf.proof import CheckReport, Difference
+from compiled_attn.models.hf.proof import CheckReport, Difference
 from compiled_attn.ops import NativeOps
 from graphs.backends.eager import EagerBackend
 from graphs.capture.contract import Frozen
@@ -354,7 +354,7 @@ def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(
     def broken(*_: object, **__: object) -> None:
         raise NotImplementedError("no kernel for this model")
 
-    monkeypatch.setattr("compiled_attn.hf.attention.unified_attention", broken)
+    monkeypatch.setattr("compiled_attn.models.hf.attention.unified_attention", broken)
     outcome = command(*small)
     assert_refused(outcome, "fails on a flattened step", "no kernel for this model")
 

@@ -20,7 +20,7 @@ from compiled_attn.engine import (
     SamplingParams,
     TokenEvent,
 )
-from compiled_attn.hf import ModelChanged
+from compiled_attn.models.hf import ModelChanged
 from graphs import CaptureError
 from tests.compiled_attn.engine.small import small_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model

@@ -13,8 +13,8 @@ import torch
 from compiled_attn.cache.quantisation import quantise
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.cache_size import CacheSize
-from compiled_attn.hf.proof import check
 from compiled_attn.models import default_model
+from compiled_attn.models.hf.proof import check
 from graphs.store.factors import graph_factors
 from tests.compiled_attn.engine.rounded import KINDS, rounded_logits
 from tests.compiled_attn.engine.small import greedy, prompts_of, small_engine

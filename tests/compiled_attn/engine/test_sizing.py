@@ -9,7 +9,7 @@ import pytest
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine import ConfigError, Engine, EngineConfig
 from compiled_attn.engine.sizing import Sizing, step_limits
-from compiled_attn.hf import cache_for
+from compiled_attn.models.hf import cache_for
 from compiled_attn.step import PartsLayout, TableLayout
 from graphs import explicit
 from graphs.capture.memory import machine_bytes

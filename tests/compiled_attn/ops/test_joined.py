@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from compiled_attn.hf.packed import pack_linears
+from compiled_attn.models.packed import pack_linears
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.joined import JoinedLayers
 from compiled_attn.ops.packed_linear import Packing

@@ -23,7 +23,7 @@ from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
 from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks, shard
-from tests.compiled_attn.hf.families import small_model
+from tests.compiled_attn.models.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from compiled_attn import LLM
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.errors import ModelError
-from compiled_attn.model_folder import model_folder
+from compiled_attn.models.folder import model_folder
 
 TEXTS = [
     "The capital of France is",

@@ -193,7 +193,7 @@ def test_what_captures_watches_and_serves_is_machinery(kind):
 
 
 def test_what_a_graph_may_be_made_of_is_no_machinery():
-    assert not is_machinery("graphs.buckets.space") and not is_machinery("compiled_attn.hf")
+    assert not is_machinery("graphs.buckets.space") and not is_machinery("compiled_attn.models.hf")
 
 
 # What the makers import, and no artifact depends on: bookkeeping, messages, what runs graphs.

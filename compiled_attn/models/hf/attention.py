@@ -1,0 +1,255 @@
+"""Attention of a Hugging Face model over the paged cache, and the step that it reads.
+
+For multi-head latent attention the cache stores latents: the modules of transformers' DeepSeek
+family expand the latents ``c [R]`` and the rotated key ``r`` of a token to keys ``[W_k c, r]`` and
+values ``W_v c`` of every head, in a method ``expand_kv``. It is replaced by one that does not
+expand; scores are then ``(W_k^T q_nope) c + q_rope r``, and ``W_v`` is applied to the sum over
+tokens. Source: DeepSeek-V2 (2024), 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.unified import unified_attention
+from compiled_attn.cache.kv_cache import KVShape, PagedKVCache, write_slots
+
+__all__ = [
+    "ATTENTION_NAME",
+    "LogitsRows",
+    "PagedLayer",
+    "PagedStep",
+    "absorb",
+    "expansion_weight",
+    "latent_shape",
+    "paged_attention_forward",
+    "store_latents",
+]
+
+ATTENTION_NAME = "compiled_attn"
+"""Name under which `paged_attention_forward` is registered with transformers."""
+
+
+def latent_shape(module: Any) -> KVShape | None:
+    """Cache shape of latent attention, ``R`` latents and the rotated key; None for others."""
+    up = getattr(module, "kv_b_proj", None)
+    if not hasattr(type(module), "expand_kv") or type(up) is not nn.Linear:
+        return None
+    if getattr(up, "bias", None) is not None:
+        return None
+    rank, rotated = up.in_features, int(module.qk_rope_head_dim)
+    return KVShape(1, rank + rotated, None)
+
+
+def store_latents(module: Any) -> None:
+    """Makes a module pass its latents to our attention; for any other it still expands them."""
+    module.expand_kv = MethodType(_latents, module)
+
+
+def _latents(module: Any, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces ``expand_kv``: ``[1, 1, T, R]`` and ``[1, 1, T, rope]`` -> the key, twice."""
+    if module.config._attn_implementation != ATTENTION_NAME:
+        expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, latent, rotated)
+        return expanded
+    key = torch.cat((latent, rotated), dim=-1)
+    return key, key
+
+
+def expansion_weight(module: Any) -> Tensor:
+    """The weight that `absorb` splits, which therefore must not be packed."""
+    weight: Tensor = module.kv_b_proj.weight
+    return weight
+
+
+def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the query in the space of the latents, and the projection back to values.
+
+    Args:
+        module: attention module with latents and H heads.
+        query: ``[1, H, T, nope + rope]``.
+
+    Returns:
+        ``[1, H, T, R + rope]``; the value projection ``[H, R, Dv]``.
+    """
+    nope, rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
+    weight = expansion_weight(module).unflatten(0, (query.shape[1], -1))
+    key, value = weight.split((module.qk_nope_head_dim, module.v_head_dim), dim=1)
+    return torch.cat((torch.matmul(nope, key), rope), dim=-1), value.transpose(1, 2)
+
+
+class PagedLayer(NamedTuple):
+    """A step as one layer sees it, which does not depend on the number of the layer.
+
+    Args:
+        by_window, only_writes: see `PagedStep`.
+        key, value: the layer's slots in the cache, see `PagedKVCache.key`; no values if they are
+            part of the keys.
+        key_scale, value_scale: scales of a quantised cache, or None.
+    """
+
+    by_window: dict[int | None, UnifiedMetadata]
+    only_writes: bool
+    key: Tensor
+    value: Tensor | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+    def for_window(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
+        """Returns the metadata for a window, and the window if the metadata does not include it."""
+        if window in self.by_window:
+            return self.by_window[window], None
+        return self.by_window[None], window
+
+
+class LogitsRows(NamedTuple):
+    """The rows of a step that need logits: all that its last layer computes after the K/V writes.
+
+    Args:
+        rows: ``[L]`` rows of T.
+        step: the step of these rows alone.
+    """
+
+    rows: Tensor
+    step: PagedStep
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """What the attention of every layer needs, passed to the model as the keyword ``paged``.
+
+    The metadata of each window is built once per step, for all layers; in table layout it is the
+    same for all windows.
+
+    Args:
+        cache: the paged cache.
+        by_window: the metadata for each window.
+        logits: the rows that need logits, for the last layer; None: all rows.
+        only_writes: attention writes keys and values and returns zeros.
+        regions: for each decoder layer the key of its region, see
+            `graphs.torch_internals.regions.Region`; None: layers are not regions.
+        packed: ``by_window`` for these regions.
+    """
+
+    cache: PagedKVCache
+    by_window: dict[int | None, UnifiedMetadata]
+    logits: LogitsRows | None = None
+    only_writes: bool = False
+    regions: tuple[int | None, ...] | None = None
+    packed: Any = None
+
+    @staticmethod
+    def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
+        """Builds the step; in parts layout with metadata for each of the windows."""
+        by_window: dict[int | None, UnifiedMetadata] = {None: metadata}
+        if metadata.has_parts:
+            by_window |= {window: metadata.windowed(window) for window in windows}
+        return PagedStep(cache, by_window)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.by_window[None].slot_mapping)
+
+    def of_layer(self, layer: int) -> PagedLayer:
+        """Returns the step as a layer of the cache sees it."""
+        cache = self.cache
+        value = cache.value(layer) if cache.stores_value(layer) else None
+        scales = cache.key_scale(layer), cache.value_scale(layer)
+        windows = self.by_window if self.packed is None else self.packed
+        return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | PagedStep | PagedLayer | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    paged: PagedStep | PagedLayer | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as `transformers.AttentionInterface` calls it.
+
+    Args:
+        module: the layer's attention module; its ``layer_idx`` is the layer of the cache if
+            ``paged`` is a `PagedStep`.
+        query: ``[1, H, T, D]``, after rotary embedding.
+        key, value: ``[1, Hk, T, D]`` and ``[1, Hk, T, Dv]``; if the cache stores latents, both
+            are ``[1, 1, T, R + rope]``.
+        attention_mask: must be None: ``paged`` determines visibility. Or the step itself, from
+            layers that do not forward keywords.
+        scaling, dropout, sliding_window, softcap, s_aux: as the model passes them.
+        paged: the step.
+
+    Returns:
+        ``[1, T, H, Dv]`` and None (no attention weights); zeros if the step only writes.
+
+    Raises:
+        ValueError: no ``paged`` keyword, a mask, dropout, or a batch that is not flattened.
+    """
+    if isinstance(attention_mask, PagedStep | PagedLayer):
+        paged, attention_mask = attention_mask, None
+    if paged is None:
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} expected the keyword paged=PagedStep(...), got none: "
+            "call the model through compiled_attn.models.hf.PagedCausalLM, or set another attention"
+        )
+    if attention_mask is not None or dropout or query.shape[0] != 1:
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} expected a flattened [1, T] batch in eval mode without "
+            f"a mask, got batch {query.shape[0]}, dropout {dropout}, "
+            f"mask {attention_mask is not None}"
+        )
+    if isinstance(paged, PagedStep):
+        paged = paged.of_layer(int(module.layer_idx))  # type: ignore[arg-type]
+    key_slots, value_slots, key_scale, value_scale = paged[2:]
+    projection = None
+    if value_slots is None:
+        query, projection = absorb(module, query)
+    metadata, window = paged.for_window(sliding_window)
+    given = (
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        None if value_slots is None else value[0].transpose(0, 1),
+        key_slots,
+        value_slots,
+    )
+    if paged.only_writes:
+        slots, dim = metadata.slot_mapping, value.shape[-1]
+        write_slots(key_slots, given[1], slots, key_scale)
+        if value_slots is not None:
+            write_slots(value_slots, given[2], slots, value_scale)
+        if projection is not None:
+            dim = projection.shape[-1]
+        return query.new_zeros(1, query.shape[2], query.shape[1], dim), None
+    out = unified_attention(
+        *given,
+        scaling,
+        metadata,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=s_aux,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        value_projection=projection,
+        attend=None,
+        fused_write=False,  # a layer is a region
+    )
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

@@ -1,0 +1,225 @@
+"""Cache shapes and visible tokens of the layers of a model, found by a forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
+from compiled_attn.models.hf.attention import latent_shape
+from compiled_attn.models.hf.recorder import AttentionCall, record
+from compiled_attn.models.hf.refused import refused
+from compiled_attn.models.load import quiet_transformers
+
+__all__ = [
+    "cache_for",
+    "calls_by_layer",
+    "check_fits",
+    "check_mask",
+    "context_limit",
+    "evicting_layer",
+]
+
+_LAST = 2**17
+_TWO_THIRDS = _LAST * 2 // 3
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CHOOSERS = ("indexer", "compressor")
+
+
+def check_mask(call: AttentionCall) -> str | None:
+    """Describes a mask that differs from the ``sliding_window`` of its call; None: it does not.
+
+    Short prompts do not show the difference, so the mask function is evaluated at far positions.
+    """
+    if not call.has_mask:
+        return None
+    if call.sees is None:
+        return "that builds a mask of its own"
+    keys = torch.arange(_LAST + 2, device=call.query.device)
+    queries = torch.tensor([0, 1, _TWO_THIRDS, _LAST], device=keys.device).unsqueeze(1)
+    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
+    try:
+        seen = call.sees(zero, zero, queries, keys)
+    except Exception:  # it indexes a tensor of the three tokens
+        return "whose mask depends on the tokens"
+    distance = queries - keys
+    expected = (distance >= 0) & (distance < (call.window or _LAST + 1))
+    if not torch.equal(torch.broadcast_to(seen, expected.shape), expected):
+        wanted = f"a window of {call.window}" if call.window else "all before it"
+        return f"that sees other tokens than {wanted}"
+    return None
+
+
+def evicting_layer(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> str | None:
+    """Describes a layer that sees more than transformers' own cache stores; None: there is none.
+
+    `generate`, which uses that cache, then returns other tokens than the model without it.
+    """
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except Exception:  # some configurations have no cache, which then evicts nothing
+        return None
+    for number, (call, layer) in enumerate(zip(calls, layers, strict=False)):
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and (call.window or _LAST) > window:
+            sees = f"a window of {call.window}" if call.window else "all before it"
+            return f"whose layer {number} sees {sees}, while its own cache stores {window} tokens"
+    return None
+
+
+def cache_for(
+    model: PreTrainedModel,
+    num_blocks: int,
+    block_size: int,
+    *,
+    dtype: torch.dtype | None = None,
+    latent: bool = True,
+) -> PagedKVCache:
+    """Creates a `PagedKVCache` for the layers of a Hugging Face model.
+
+    Runs the model on three tokens: heads and head sizes may differ between layers and between keys
+    and values, and layers that attend to the keys of another one have no buffers.
+
+    Args:
+        model: a causal LM; it is left unchanged.
+        num_blocks, block_size: see `PagedKVCache`.
+        dtype: dtype of the cache; None: that of the weights.
+        latent: store the latents of multi-head latent attention (one head instead of all) and not
+            the expanded keys and values.
+
+    Raises:
+        ValueError: the sizes are too small.
+        ModelRefused: it cannot run on a paged cache, see `PagedCausalLM`.
+    """
+    shapes = _shapes(calls_by_layer(model), latent)
+    return PagedKVCache(
+        len(shapes),
+        num_blocks,
+        block_size,
+        shapes[0].num_kv_heads,
+        max(shape.head_dim for shape in shapes),
+        dtype=dtype or model.dtype,
+        device=model.device,
+        has_value=any(shape.value_dim for shape in shapes),
+        shapes=shapes,
+    )
+
+
+def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
+    """Returns the attention call of each layer, in the order of the cache's layers.
+
+    Raises:
+        ModelRefused: a layer makes no call or several, or one that a paged cache cannot serve.
+    """
+    config = model.config.get_text_config()
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if kinds:
+        raise refused(model, f"with layers of type {', '.join(kinds)}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise refused(model, "which is an encoder-decoder")
+    with quiet_transformers():
+        calls = record(model)
+    if not calls:
+        raise refused(model, _without_calls(model))
+    for call in calls:
+        if problem := _problem(call):
+            raise refused(model, f"with {type(call.module).__name__} {problem}")
+    counts = Counter(call.layer for call in calls)
+    several = {layer: times for layer, times in counts.items() if times > 1}
+    if several:
+        raise refused(model, f"with several calls a step of layers {several}")
+    by_layer = {call.layer: call for call in calls}
+    missing = sorted(set(range(max(config.num_hidden_layers, len(by_layer)))) - set(by_layer))
+    if missing:
+        raise refused(model, f"with other layers {missing}")
+    ordered = [by_layer[layer] for layer in range(len(by_layer))]
+    if problem := evicting_layer(model, ordered):
+        raise refused(model, problem)
+    return ordered
+
+
+def _without_calls(model: PreTrainedModel) -> str:
+    can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
+    if can_set():
+        return "whose layers never call it (recurrent layers, or attention code of their own)"
+    return "with attention code of its own, which does not use AttentionInterface"
+
+
+def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:
+    """Raises ValueError unless each layer of the cache has the shape of its call."""
+    possible = [_shapes(calls, latent) for latent in (True, False)]
+    for layer in range(max(len(calls), cache.num_layers)):
+        got = cache.shapes[layer][:3] if layer < cache.num_layers else None
+        wanted = [shapes[layer][:3] for shapes in possible if layer < len(shapes)]
+        if got not in wanted:
+            raise ValueError(
+                f"expected a cache of (heads, key, value) {' or '.join(map(str, wanted))} for "
+                f"layer {layer} of a {type(model).__name__}, got {got}: create it with cache_for"
+            )
+
+
+def _shapes(calls: Sequence[AttentionCall], latent: bool) -> list[KVShape]:
+    shapes = []
+    for layer, call in enumerate(calls):
+        own = latent_shape(call.module) if latent else None
+        expanded = KVShape(call.key.shape[1], call.key.shape[3], call.value.shape[3])
+        same = next((first for first in range(layer) if _is_same(call, calls[first])), None)
+        shapes.append((own or expanded)._replace(same_as=same))
+    return shapes
+
+
+def _is_same(call: AttentionCall, other: AttentionCall) -> bool:
+    """Whether a call passes the same keys and values as another one."""
+    pairs = (call.key, other.key), (call.value, other.value)
+    return all(
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+        for a, b in pairs
+    )
+
+
+def _problem(call: AttentionCall) -> str | None:
+    """Why paged attention cannot serve a call; None: it can."""
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    if call.layer is None:
+        return "that has no layer_idx"
+    if len(query) != 4 or key[:1] + key[2:] != query[:1] + query[2:] or value[:3] != key[:3]:
+        return f"that attends with query {[*query]} to keys {[*key]} and values {[*value]}"
+    if query[1] % key[1]:
+        return f"of {query[1]} query heads on {key[1]} key heads"
+    if choosers := [name for name in _CHOOSERS if getattr(call.module, name, None) is not None]:
+        return f"that chooses tokens with its {choosers[0]}"
+    if call.others:
+        return f"that also passes {', '.join(call.others)}"
+    return check_mask(call)
+
+
+def context_limit(model: PreTrainedModel) -> int | None:
+    """Returns the longest prompt plus generation that the model can serve; None: no limit.
+
+    That is ``max_position_embeddings``. The rotary types "dynamic" and "longrope" rotate *all*
+    tokens of a step differently once one of them exceeds the length of training. A long request
+    would change others, so the limit is that length.
+    """
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    limits = [limit] if limit and limit > 0 else []
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        kind = rope.get("rope_type", "default")
+        trained = rope.get("original_max_position_embeddings") or limit
+        if trained and ("dynamic" in kind or kind == "longrope"):
+            limits.append(trained)
+    return min(map(int, limits), default=None)
+
+
+def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """Rotary parameters of each type of layer, or those of all layers."""
+    if not isinstance(parameters, Mapping):
+        return
+    if "rope_type" in parameters:
+        yield parameters
+    for nested in parameters.values():
+        yield from _ropes(nested)

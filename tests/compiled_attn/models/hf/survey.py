@@ -1,0 +1,183 @@
+"""A survey of the families that are served as `generate` does.
+
+``python -m tests.compiled_attn.models.hf.survey`` writes the tables of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.models.hf import ModelRefused, cache_for
+from tests.compiled_attn.models.hf.families import FAMILIES, small_model
+
+PAGE = Path(__file__).parents[4] / "docs" / "models.md"
+KERNELS = ("portable", "native")
+_LONG = [(7 * i * i + 3 * i + 5) % 120 + 3 for i in range(23)]
+# Longer than the windows, in chunks; short; and one that begins as the first, not by whole blocks.
+_PROMPTS = [_LONG, [5, 9, 77], _LONG[::2], [*_LONG[:14], 9, 8, 7]]
+_NEW = 8
+_HEADINGS = {
+    "equal": "Equal to generate",
+    "refused": "Refused, and why",
+    "not built": "Not built here: too large however set, or refused by transformers",
+    "wrong": "Wrong",
+}
+_RESULTS = {heading: result for result, heading in _HEADINGS.items()}
+_MARKER = "<!-- written by python -m tests.compiled_attn.models.hf.survey -->"
+
+
+class Outcome(NamedTuple):
+    """What became of a family: "equal", "refused", "not built" or "wrong"; and a note on it."""
+
+    family: str
+    result: str
+    note: str
+
+    def row(self) -> str:
+        """A row of the page's tables."""
+        return f"| {self.family} | {FAMILIES[self.family]} | {self.note} |"
+
+
+def plain_generate(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens of `generate`."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def serve(model: PreTrainedModel, kernel: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of some prompts by `generate`, and by an engine with that kernel."""
+    expected = [plain_generate(model, prompt, _NEW) for prompt in _PROMPTS]
+    config = EngineConfig(
+        backend="eager",
+        kernel=kernel,  # type: ignore[arg-type]
+        block_size=4,
+        num_blocks=40,
+        context=64,
+        max_seqs=3,
+        max_tokens_per_step=16,
+    )
+    engine = Engine(model, config)
+    engine.warmup()
+    results = engine.generate(_PROMPTS, SamplingParams(max_new_tokens=_NEW, ignore_eos=True))
+    served = {result.index: list(result.tokens) for result in results}
+    return expected, [served[place] for place in range(len(_PROMPTS))]
+
+
+def outcome(family: str, kernels: Iterable[str] = KERNELS) -> Outcome:
+    """Builds a small model of a family, and serves it with each kernel."""
+    try:
+        model = small_model(family)
+    except Exception as error:  # configurations fail in their own ways
+        return Outcome(family, "not built", _words(error))
+    try:
+        note = _note(model)
+        for kernel in kernels:
+            expected, served = serve(model, kernel)
+            model.set_attn_implementation("eager")
+            if served != expected:
+                return Outcome(family, "wrong", f"{kernel}: {served} for {expected}")
+    except ModelRefused as error:
+        return Outcome(family, "refused", _reason(error))
+    return Outcome(family, "equal", note)
+
+
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """What docs/models.md says after its marker."""
+    found = Counter(each.result for each in outcomes)
+    counts = ", ".join(f"{found[result]} {result}" for result in _HEADINGS)
+    lines = [f"transformers {transformers.__version__}, {len(outcomes)} families: {counts}.", ""]
+    for result, heading in _HEADINGS.items():
+        rows = [each.row() for each in outcomes if each.result == result]
+        if rows:
+            lines += [f"### {heading}", "", "| family | model | note |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def write(outcomes: Sequence[Outcome]) -> None:
+    """Puts the tables behind the page's marker."""
+    prose, marker, _ = PAGE.read_text().partition(_MARKER)
+    PAGE.write_text(f"{prose}{marker}\n\n{tables(outcomes)}")
+
+
+def listed(family: str) -> Outcome:
+    """What the page says of a family.
+
+    Raises:
+        ValueError: it says nothing of it, or more than once.
+    """
+    rows: list[Outcome] = []
+    result = ""
+    for line in PAGE.read_text().partition(_MARKER)[2].splitlines():
+        result = _RESULTS.get(line.removeprefix("### "), result)
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == family:
+            rows.append(Outcome(family, result, cells[2]))
+    (row,) = rows
+    return row
+
+
+def quiet() -> None:
+    """Keeps what models and engines say of tiny configurations off the terminal."""
+    warnings.filterwarnings("ignore")
+    hf_logging.set_verbosity_error()
+    logging.getLogger("compiled_attn").setLevel(logging.ERROR)
+
+
+def _note(model: PreTrainedModel) -> str:
+    """What is particular about what its layers keep."""
+    shapes = cache_for(model, 2, 4).shapes
+    shared = sum(shape.same_as is not None for shape in shapes)
+    own = {shape[:3] for shape in shapes}
+    notes = {
+        "latents": any(shape.value_dim is None for shape in shapes),
+        "layers of several shapes": len(own) > 1,
+        f"{shared} of {len(shapes)} layers share keys": bool(shared),
+        "values smaller than keys": any((shape.value_dim or 0) < shape.head_dim for shape in shapes)
+        and all(shape.value_dim for shape in shapes),
+    }
+    return "; ".join(note for note, holds in notes.items() if holds)
+
+
+def _reason(error: ModelRefused) -> str:
+    text = str(error).partition(" got a ")[2].partition(": it cannot run")[0]
+    if ": they differ by" in text:
+        return "computes other logits through the paged cache than by itself"
+    return _words(text.partition(" ")[2])
+
+
+def _words(error: object) -> str:
+    line = " ".join(str(error).split())
+    if isinstance(error, Exception):
+        line = f"{type(error).__name__}: {line}"
+    return line.replace("|", "/")[:160]
+
+
+def main() -> int:
+    """Writes the tables; 1 if any family is wrong."""
+    quiet()
+    torch.set_num_threads(1)
+    outcomes = []
+    for family in FAMILIES:
+        outcomes.append(outcome(family))
+        print(*outcomes[-1], sep=": ", file=sys.stderr, flush=True)
+    write(outcomes)
+    return int(any(each.result == "wrong" for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Every family of causal language models is served as `generate` does, or refused with a reason."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import transformers
+from transformers.utils import logging as hf_logging
+
+from tests.compiled_attn.models.hf.families import FAMILIES
+from tests.compiled_attn.models.hf.survey import (
+    KERNELS,
+    PAGE,
+    Outcome,
+    listed,
+    outcome,
+    quiet,
+    tables,
+)
+
+# Plain, windows, latents, layers of several shapes, shared keys, experts, sinks, no keywords handed
+# on, positions that are learned; several calls a step, a mask of its own, recurrence, padding.
+QUICK = [
+    *("llama", "mistral", "deepseek_v3", "gemma4_text", "mixtral", "gpt_oss", "nemotron", "gpt2"),
+    *("diffllama", "doge", "mamba", "roberta"),
+]
+_OTHERS = [family for family in FAMILIES if family not in QUICK]
+
+
+@pytest.fixture(autouse=True)
+def few_words():
+    before = hf_logging.get_verbosity(), logging.getLogger("compiled_attn").level
+    with warnings.catch_warnings():
+        quiet()
+        yield
+    hf_logging.set_verbosity(before[0])
+    logging.getLogger("compiled_attn").setLevel(before[1])
+
+
+def _check(family: str) -> None:
+    found = outcome(family, KERNELS)
+    assert found.result != "wrong", found.note
+    if transformers.__version__ in PAGE.read_text():
+        assert found == listed(family), (
+            "python -m tests.compiled_attn.models.hf.survey writes the page"
+        )
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_a_family_is_served_or_refused_as_the_page_says(family, ops):
+    _check(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _OTHERS)
+def test_every_other_family_is_served_or_refused_as_the_page_says(family, ops):
+    _check(family)
+
+
+def test_the_page_lists_every_family_once_and_none_as_wrong():
+    assert {family: listed(family).result != "wrong" for family in FAMILIES} == dict.fromkeys(
+        FAMILIES, True
+    )
+
+
+def test_the_readme_counts_as_the_page_does():
+    equal = sum(listed(family).result == "equal" for family in FAMILIES)
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    assert f"tested: {equal} families equal to `generate`" in readme
+
+
+def test_the_tables_count_what_they_list():
+    outcomes = [Outcome("llama", "equal", ""), Outcome("mamba", "refused", "with a reason")]
+    text = tables(outcomes)
+    assert "2 families: 1 equal, 1 refused, 0 not built, 0 wrong." in text
+    assert "| mamba | MambaForCausalLM | with a reason |" in text

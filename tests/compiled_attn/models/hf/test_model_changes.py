@@ -1,0 +1,191 @@
+"""A served model that is not as it was is an error, whatever changed."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.models.hf import ModelChanged, PagedCausalLM, cache_for
+from compiled_attn.models.hf.proof import check
+from tests.compiled_attn.tiny import tiny_model
+
+
+def sdpa(model):
+    model.set_attn_implementation("sdpa")
+
+
+def another_config_of_one_layer(model):
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+
+
+def train(model):
+    model.train()
+
+
+def train_one_layer(model):
+    model.model.layers[1].self_attn.train()
+
+
+def cast(model):
+    model.to(torch.float64)
+
+
+def cast_one_layer(model):
+    model.model.layers[1].to(torch.bfloat16)
+
+
+def replace_a_weight(model):
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.clone(), requires_grad=False)
+
+
+def replace_a_weight_by_another_shape(model):
+    model.model.norm.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def remove_a_weight(model):
+    model.model.norm.weight = None
+
+
+def replace_a_forward(model):
+    layer = model.model.layers[1]
+    layer.forward = MethodType(type(layer).forward, layer)
+
+
+def remove_a_forward(model):
+    del model.model.layers[0].forward
+
+
+def patch_attention(model):
+    attention = model.model.layers[0].self_attn
+    attention.forward = MethodType(type(attention).forward, attention)
+
+
+def replace_a_module(model):
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[1].mlp)
+
+
+def replace_an_activation(model):
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+
+
+def hook_a_layer(model):
+    model.model.layers[1].register_forward_hook(lambda *arguments: None)
+
+
+def scale_an_attention(model):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_a_module, r"model\.layers\.1\.mlp was replaced: restore it.* create a new engine"),
+        (replace_an_activation, r"model\.layers\.1\.mlp\.act_fn was replaced"),
+        (hook_a_layer, r"the forward hooks of model\.layers\.1 changed"),
+        (scale_an_attention, r"model\.layers\.0\.self_attn\.scaling is \S+, was"),
+        (sdpa, r"attention is 'sdpa' and was 'compiled_attn'.*set_attn_implementation"),
+        (another_config_of_one_layer, "another config"),
+        (train, r"training mode: call model\.eval"),
+        (train_one_layer, "training mode"),
+        (cast, "cast or moved: create a new engine"),
+        (cast_one_layer, "cast or moved"),
+        (replace_a_weight, r"a parameter was replaced.*copy_"),
+        (replace_a_weight_by_another_shape, "a parameter was replaced"),
+        (remove_a_weight, "a parameter was replaced"),
+        (replace_a_forward, "the forward of a layer was replaced"),
+        (remove_a_forward, "the forward of a layer was replaced or removed"),
+        (patch_attention, "the forward of a layer"),
+    ],
+)
+def test_a_changed_model_is_refused_with_what_changed(change, message):
+    model = tiny_model()
+    paged = PagedCausalLM(model, cache_for(model, 8, 4))
+    paged.check_unchanged()
+    change(model)
+    with pytest.raises(ModelChanged, match=message):
+        paged.check_unchanged()
+
+
+def test_the_attention_of_a_nested_configuration_is_watched():
+    model = tiny_model("gemma3_text")
+    other = copy.deepcopy(model.config)
+    model.model.layers[0].mlp.config = other  # not an attention module's
+    paged = PagedCausalLM(model, cache_for(model, 8, 4))
+    other._attn_implementation = "sdpa"
+    with pytest.raises(ModelChanged, match="attention is 'sdpa'"):
+        paged.check_unchanged()
+
+
+def test_what_was_changed_and_put_back_is_unchanged():
+    model = tiny_model()
+    paged = PagedCausalLM(model, cache_for(model, 8, 4))
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    model.train()
+    model.set_attn_implementation(before)
+    model.eval()
+    paged.check_unchanged()
+
+
+def test_new_values_of_weights_are_the_users_right():
+    model = tiny_model()
+    paged = PagedCausalLM(model, cache_for(model, 8, 4))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.normal_()
+    model.load_state_dict(tiny_model(seed=1).state_dict())
+    paged.check_unchanged()
+
+
+def test_remember_takes_the_model_as_it_is_now():
+    model = tiny_model()
+    paged = PagedCausalLM(model, cache_for(model, 8, 4))
+    replace_a_weight(model)
+    paged.remember()
+    paged.check_unchanged()
+
+
+def test_checking_texts_against_generate_leaves_the_model_unchanged():
+    model = tiny_model()
+    engine = Engine(model, EngineConfig(backend="eager", context=32, block_size=4, max_seqs=2))
+    engine.warmup()
+    results = list(engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_new_tokens=4)))
+    assert not check(model, results, 2).mismatches
+    engine.executor.module.check_unchanged()
+
+
+class Adapted(nn.Linear):
+    """A linear layer with the attributes of peft's ``LoraLayer``, by which it is known."""
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=False, dtype=like.weight.dtype)
+        self.weight = like.weight
+        self._active_adapter, self._disable_adapters, self.merged_adapters = ["a"], False, []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "_active_adapter", ["b"]),
+        lambda layer: layer._active_adapter.append("b"),
+        lambda layer: setattr(layer, "_disable_adapters", True),
+        lambda layer: layer.merged_adapters.append("a"),
+    ],
+    ids=["set_adapter", "both", "disable_adapter", "merge_adapter"],
+)
+def test_another_adapter_after_the_warmup_is_noticed(change):
+    model = tiny_model()
+    parent = model.model.layers[1].self_attn
+    parent.q_proj = layer = Adapted(parent.q_proj)
+    engine = Engine(model, EngineConfig(backend="eager", max_seqs=2, max_tokens_per_step=8))
+    engine.warmup()
+    assert len([*engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))]) == 1
+    change(layer)
+    with pytest.raises(ModelChanged, match="other adapters are active, merged or switched off"):
+        [*engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))]

@@ -1,0 +1,233 @@
+"""Layers share compiled code only where they are alike, and any model is captured as it is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.engine import Engine, EngineConfig
+from compiled_attn.models.hf import PagedCausalLM, cache_for
+from compiled_attn.models.hf.region_keys import region_keys
+from compiled_attn.step import TableLayout
+from graphs import capture
+from graphs.torch_internals.regions import REGION_REUSE
+from tests.compiled_attn.tiny import FAMILIES, tiny_model
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
+
+LAYERS, BLOCKS, SIZE, WIDTH = 3, 8, 4, 6
+
+
+def paged(family="llama", change=lambda layer: None, number=1) -> PagedCausalLM:
+    types = FAMILIES[family].get("layer_types")
+    sizes = {"layer_types": [*types, types[0]]} if types else {}
+    model = tiny_model(family, num_hidden_layers=LAYERS, **sizes)
+    change(model.model.layers[number])
+    return PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+
+
+def keys(module: PagedCausalLM) -> tuple[int | None, ...]:
+    return region_keys(module._layers, module._numbers, module.cache, reads_numbers=False)
+
+
+def check_captured(module: PagedCausalLM) -> None:
+    """The graph of a step computes what the model does eagerly."""
+    step = module.layout.padding({"tokens": 6, "requests": 2})
+    step = step._replace(
+        input_ids=torch.arange(6), positions=torch.tensor([0, 1, 2, 0, 1, 2]),
+        slot_mapping=torch.arange(SIZE, SIZE + 6), logits_index=torch.tensor([2, 5]),
+        block_tables=torch.tensor([[1, 2, 0, 0, 0, 0], [3, 4, 0, 0, 0, 0]], dtype=torch.int32),
+        seq_lens=torch.tensor([3, 3], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 3, 6], dtype=torch.int32),
+    )  # fmt: skip
+    graph = capture(module, [*step], backend="aot_eager")
+    torch.testing.assert_close(graph.run(*step), module(*step), rtol=1e-4, atol=1e-4)
+
+
+def hook(layer):
+    layer.mlp.register_forward_hook(lambda module, args, output: output + 1)
+
+
+def hook_of_the_layer(layer):
+    layer.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class Doubling(nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class LoRA(nn.Module):
+    """As people write it by hand."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.a = nn.Parameter(torch.randn(4, linear.in_features) / 8, requires_grad=False)
+        self.b = nn.Parameter(torch.randn(linear.out_features, 4) / 8, requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.a.T @ self.b.T
+
+
+def lora(layer):
+    layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
+
+
+class Scaled(nn.Linear):
+    """Reads an attribute of its weight."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight.scale
+
+
+def test_attributes_of_parameters_are_told_apart():
+    def change(layers):
+        for number, layer in enumerate(layers):
+            layer.mlp.up_proj.__class__, layer.mlp.up_proj.weight.scale = Scaled, 1.0 + number
+
+    check_all_differ(change)
+
+
+class Shared:
+    count = 0
+
+
+class Counting(nn.SiLU):
+    """Hands Python state on to the next layer."""
+
+    def forward(self, x):
+        self.shared.count = (self.shared.count + 1) % LAYERS
+        return super().forward(x) * (1 + self.shared.count)
+
+
+def test_layers_that_write_to_python_objects_are_computed_as_they_are():
+    model, shared = tiny_model("llama", num_hidden_layers=LAYERS), Shared()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Counting()
+        layer.mlp.act_fn.shared = shared
+    check_captured(
+        PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+    )
+
+
+def constant_class(number):
+    class Constant:
+        scale = 1.0 + number
+
+    return Constant
+
+
+class ByClass(nn.SiLU):
+    def forward(self, x):
+        return super().forward(x) * self.kind.scale
+
+
+def test_classes_of_one_name_are_told_apart():
+    def change(layers):
+        for number, layer in enumerate(layers):
+            layer.mlp.act_fn = ByClass()
+            layer.mlp.act_fn.kind = constant_class(number)
+
+    check_all_differ(change)
+
+
+def check_all_differ(change):
+    """A change makes the layers differ, and they are computed as they are."""
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    change(model.model.layers)
+    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+    assert keys(module) == (0, 1, 2)
+    check_captured(module)
+
+
+CHANGES = {
+    "a constant": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1.0),
+    "a scale": lambda layer: setattr(layer.self_attn, "scaling", 0.01),
+    "a module of another class": lambda layer: setattr(layer.mlp, "act_fn", Doubling()),
+    "a bias": lambda layer: setattr(
+        layer.mlp.up_proj, "bias", nn.Parameter(torch.ones(96), requires_grad=False)
+    ),
+    "a parameter of another layout": lambda layer: setattr(
+        layer.mlp.up_proj,
+        "weight",
+        nn.Parameter(layer.mlp.up_proj.weight.t().contiguous().t(), requires_grad=False),
+    ),
+    "one parameter in two places": lambda layer: setattr(
+        layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight
+    ),
+    "a hook": hook,
+    "a hook of the layer": hook_of_the_layer,
+    "an adapter": lora,
+}
+
+
+def test_layers_that_are_alike_have_one_key():
+    assert keys(paged()) == (0, 0, 0)
+
+
+def test_layers_of_another_window_have_another_key():
+    assert keys(paged("gemma3_text")) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_layer_that_differs_has_another_key(change):
+    assert keys(paged(change=change)) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_layer_that_differs_is_computed_as_it_is(change, number):
+    check_captured(paged(change=change, number=number))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_captured_as_they_compute(family):
+    check_captured(paged(family))
+
+
+@pytest.mark.parametrize("change", [hook, hook_of_the_layer, lora], ids=lambda each: each.__name__)
+def test_layers_that_all_have_hooks_or_adapters_are_captured(change, caplog):
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    for layer in model.model.layers:
+        change(layer)
+    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+    with caplog.at_level(logging.WARNING):
+        check_captured(module)
+    assert len(caplog.messages) <= 1
+
+
+def test_a_forward_that_reads_the_number_of_its_layer_shares_nothing():
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    plain = type(model.model.layers[0].mlp)
+
+    class Numbered(plain):
+        def forward(self, x):
+            return super().forward(x) * self.layer_idx
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.__class__, layer.mlp.layer_idx = Numbered, number
+    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+    assert module._reads_numbers
+    (variant, _) = module.capture_variants()
+    assert len({*variant._keys}) == LAYERS
+    check_captured(module)
+
+
+def test_a_hook_that_comes_after_the_model_was_made_is_computed():
+    module = paged()
+    hook(module.model.model.layers[2])
+    check_captured(module)
+
+
+def test_an_engine_shares_traces_in_graphs_of_symbolic_sizes():
+    if not REGION_REUSE.is_on:
+        pytest.skip(REGION_REUSE.why_off)
+    config = EngineConfig(context=64, max_seqs=4, max_graphs=6, backend="aot_eager")
+    engine = Engine(tiny_model(num_hidden_layers=LAYERS), config)
+    engine.warmup()
+    assert REGION_REUSE.is_on, REGION_REUSE.why_off
+    assert (engine.report().graphs, engine.report().compiled_graphs) == (6, 1)

@@ -1,0 +1,46 @@
+"""Wrappers of peft, by the attributes that they are known by."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from compiled_attn.errors import ModelRefused
+from compiled_attn.models.adapters import ActiveAdapters, unwrapped
+
+
+class Wrapper(nn.Module):
+    """What peft's ``PeftModel`` has."""
+
+    def __init__(self, inside: nn.Module, *, prompts: bool = False) -> None:
+        super().__init__()
+        self.inside = inside
+        config = type("Config", (), {"is_prompt_learning": prompts, "peft_type": "PREFIX_TUNING"})
+        self.peft_config, self.active_adapter = {"default": config()}, "default"
+
+    def get_base_model(self) -> nn.Module:
+        return self.inside
+
+
+def test_a_wrapper_is_taken_off_and_anything_else_stays():
+    inside = nn.Linear(2, 2)
+    assert unwrapped(Wrapper(inside)) is inside
+    assert unwrapped(inside) is inside and unwrapped(None) is None
+
+
+def test_an_adapter_of_the_wrapper_itself_is_refused():
+    with pytest.raises(ModelRefused, match="got one of type PREFIX_TUNING, which adds tokens"):
+        unwrapped(Wrapper(nn.Linear(2, 2), prompts=True))
+
+
+def test_a_model_without_adapters_never_changes():
+    assert not ActiveAdapters(nn.Linear(2, 2)).have_changed()
+
+
+def test_a_list_that_is_written_in_place_is_noticed():
+    layer = nn.Linear(2, 2)
+    layer._active_adapter, layer.merged_adapters = ["a"], []
+    adapters = ActiveAdapters(nn.Sequential(layer))
+    assert not adapters.have_changed()
+    layer.merged_adapters.append("a")
+    assert adapters.have_changed()
