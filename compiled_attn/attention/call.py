@@ -63,7 +63,8 @@ def paged_call(
     requests = metadata.by_request or (none.unsqueeze(0), none, none)
 
     def blocks(slots: Tensor) -> Tensor:
-        return slots.unflatten(0, (-1, metadata.block_size))
+        found: Tensor = slots.unflatten(0, (-1, metadata.block_size))
+        return found
 
     return PagedCall(
         query,

@@ -87,7 +87,7 @@ def test_who_stops_reading_frees_the_blocks(way, paced):
     del tokens  # as after a break
     gc.collect()
     executor.steps.release(2)
-    with pytest.raises(RequestCancelled, match="was cancelled: submit it again"):
+    with pytest.raises(RequestCancelled, match="a cancelled one: submit it again"):
         handle.result(SECONDS)
     executor.steps.release(100)
     assert other.result(SECONDS).tokens == [*range(51, 81)]

@@ -76,8 +76,9 @@ def test_a_second_interrupt_stops_the_step_at_once_and_it_is_computed_again(want
     assert engine.restarts == 1 and rest_of(engine) == {request: wanted[0]}
 
 
-def test_an_interrupted_stream_leaves_its_events_and_an_idle_engine(wanted):
-    engine, prompts = small_engine(), _prompts()
+def test_an_interrupted_stream_leaves_its_events_and_an_idle_engine():
+    engine, prompts = small_engine(), [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
+    wanted = [plain_generate(engine.executor.module.model, prompt, NEW) for prompt in prompts]
     by_hand = engine.submit(prompts[0], PARAMS)
     _interrupt_launches(engine)
     stream = engine.stream(prompts[1:3], PARAMS)
@@ -120,7 +121,7 @@ def test_exceptions_anywhere_in_steps_lose_no_token_and_no_block(kernel, device,
         (engine.executor, "launch"),
         (engine.executor.copies, "move"),
         (engine.tally, "add"),
-        (engine.pool, "commit"),
+        (engine.scheduler, "commit"),
         (engine.scheduler, "finish"),
     ):
         _fail_sometimes(owner, name, rng, calls)
