@@ -2,7 +2,8 @@
 
 Each feature is switched off in its own processes, alternating with processes that have all: a cold
 start with an empty store and compile cache, a second start from that store, and a decode step of
-eight requests (one thread, mean of the two starts). Ratios are the median without the feature over
+eight requests (one thread, mean of the two starts), and a call of a graph that computes next to
+nothing, with its checks. Ratios are the median without the feature over
 the median with it: above 1 the feature gains.
 """
 
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_COLUMNS = ("cold", "second", "step")
+_COLUMNS = ("cold", "second", "step", "call")
 _WAVES = 10
 
 
@@ -63,8 +64,8 @@ def start(without: str, layers: int) -> dict[str, float]:
                 child, env=environment, check=True, capture_output=True, text=True
             )
             rows.append(json.loads(done.stdout.splitlines()[-1]))
-        step = statistics.mean(row["step"] for row in rows)
-        return {"cold": rows[0]["warmup"], "second": rows[1]["warmup"], "step": step}
+        means = {name: statistics.mean(row[name] for row in rows) for name in ("step", "call")}
+        return {"cold": rows[0]["warmup"], "second": rows[1]["warmup"], **means}
 
 
 def measure(layers: int, without: str, store: str) -> dict[str, float]:
@@ -98,7 +99,17 @@ def measure(layers: int, without: str, store: str) -> dict[str, float]:
             begin = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - begin)
-    return {"warmup": warmup, "step": statistics.median(seconds)}
+    return {"warmup": warmup, "step": statistics.median(seconds), "call": _seconds_of_call()}
+
+
+def _seconds_of_call() -> float:
+    from dispatch import Step, inputs_of, microseconds
+
+    from graphs import Bucket, capture
+
+    inputs = inputs_of(Bucket(tokens=24))
+    graph = capture(Step(), inputs)
+    return microseconds({"call": lambda: graph.run(*inputs)}, rounds=20)["call"] / 1e6
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
