@@ -147,7 +147,6 @@ def load(folder: Path, function: Callable[..., Any]) -> Frozen:
 
 
 def _written(program: torch.export.ExportedProgram, takes: Sequence[str]) -> list[str]:
-    """Names of the tensors that a program writes to."""
     signature = program.run_decompositions({}).graph_signature  # before, it names no writes
     names = dict(zip(signature.user_inputs, takes, strict=True))
     return [names[each] for each in signature.user_inputs_to_mutate.values()]

@@ -156,7 +156,6 @@ class CudaGraphBackend(Backend):
         return ""
 
     def _compiling(self, job: Job) -> Job:
-        """The capture of the code that is recorded."""
         name = job.options["compiler"]
         inner = self._inductor if name == "inductor" else InductorBackend(name, name)
         return replace(job, spec=CaptureSpec(inner, job.name, sizes=job.spec.sizes))
@@ -212,8 +211,6 @@ class _Writes:
 
 
 class _Replay:
-    """Copies inputs in, replays, and returns the outputs."""
-
     def __init__(
         self,
         function: Callable[..., Any],

@@ -163,8 +163,6 @@ def _parse_range(tokens: _Tokens) -> range:
 
 
 class _Tokens:
-    """The tokens of one line, read from the left."""
-
     def __init__(self, text: str) -> None:
         self._rest: Iterator[str] = iter(_TOKEN.findall(text))
         self.peek = next(self._rest, "")

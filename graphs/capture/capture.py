@@ -100,15 +100,15 @@ class CapturedGraph:
                 did not run.
             CaptureError: it is closed.
         """
-        call = self._call if self._holds(inputs) else self._long_way(inputs)
+        call = self._call if self._holds(inputs) else self._slow_path(inputs)
         try:
             return call(*inputs)
         except Exception as error:
             self._refuse_if_stale(error)
             raise
 
-    def _long_way(self, inputs: tuple[Input, ...]) -> Callable[..., Any]:
-        """Say what differs; where nothing does, the way that knows or finds it right."""
+    def _slow_path(self, inputs: tuple[Input, ...]) -> Callable[..., Any]:
+        """Raise what differs; if nothing does, return the run with the backend's own checks."""
         now = Settings.current()
         if now != self.settings:
             changed = now.differences(self.settings)

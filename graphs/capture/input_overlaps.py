@@ -142,8 +142,6 @@ class InputOverlaps:
 
 
 class _Ranges:
-    """Sorted ranges of addresses."""
-
     def __init__(self, rows: Sequence[tuple[int, int, str]]) -> None:
         ordered = sorted(rows)
         self._starts = [start for start, _, _ in ordered]

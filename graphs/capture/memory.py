@@ -85,7 +85,6 @@ def _reserved(device: torch.device) -> int:
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int] | tuple[None, None]:
-    """Free and total bytes of an accelerator."""
     mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
     if mem_get_info is None:
         return None, None
@@ -94,6 +93,5 @@ def _device_bytes(device: torch.device) -> tuple[int, int] | tuple[None, None]:
 
 
 def _number_of(path: Path, name: str) -> int | None:
-    """The number in the row of that name."""
     rows = (line.split() for line in lines_of(path))
     return next((int(row[1]) for row in rows if len(row) > 1 and row[0] == name), None)

@@ -57,7 +57,6 @@ def native_settings_check() -> Callable[[], bool] | None:
 
 
 def _accepts_others(check: Callable[..., bool], tensors: Sequence[Tensor]) -> bool:
-    """Whether the check accepts another number of dimensions."""
     every = [*tensors]
     for place, tensor in enumerate(every):
         if check(*every[:place], tensor.unsqueeze(0), *every[place + 1 :]) is not False:

@@ -148,7 +148,6 @@ def _named(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Look up a Dynamo backend by name."""
     from torch._dynamo import lookup_backend
 
     if compiler == "inductor":
@@ -158,8 +157,6 @@ def _named(
 
 
 class _After:
-    """A Dynamo backend that waits before it compiles."""
-
     def __init__(self, wait: Callable[[], object], compile: Callable[..., Any]) -> None:
         self._wait, self._compile = wait, compile
 

@@ -138,7 +138,6 @@ def _body_of(source: str) -> str | None:
 
 
 def _split(kernels: Mapping[str, _Kernel]) -> list[dict[str, _Kernel]]:
-    """Split kernels into units of about the same size."""
     total = sum(map(_size, kernels.values()))
     units: list[dict[str, _Kernel]] = [{} for _ in range(total // _UNIT_CHARACTERS + 1)]
     for name, kernel in sorted(kernels.items(), key=lambda each: -_size(each[1])):

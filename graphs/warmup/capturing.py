@@ -97,7 +97,6 @@ class Capturing:
         yield from last
 
     def _compile_ahead(self, todo: Sequence[Bucket], until: float | None) -> Generator[Bucket]:
-        """Yield each bucket once; wait for workers until a time at most."""
         if reason := self._prepare_workers():
             _log.warning("%s: workers=%d compile nothing: %s", self.spec.name, self.workers, reason)
             return (yield from todo)

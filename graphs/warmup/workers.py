@@ -176,7 +176,6 @@ def _pipe(undo: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_ready(pipe: FileIO, seconds: float) -> bool:
-    """Wait until there is something to read, or no writer left."""
     poll = select.poll()  # select() takes no descriptors above 1023
     poll.register(pipe, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

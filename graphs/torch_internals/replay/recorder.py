@@ -113,8 +113,6 @@ def _address_of(kernel: Any) -> int:
 
 
 class _Kernel:
-    """Calls a kernel, and tells this thread's recorder."""
-
     def __init__(self, kernel: Callable[..., Any], address: int) -> None:
         self._kernel, self._address = kernel, address
 
@@ -126,8 +124,6 @@ class _Kernel:
 
 
 class _Allocator:
-    """Allocates, and tells this thread's recorder."""
-
     def __init__(self, allocate: Callable[..., Tensor]) -> None:
         self._allocate = allocate
 

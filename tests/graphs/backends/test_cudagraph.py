@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Layer(nn.Module):
-    """Adds a count that it keeps, and the constant it is given."""
+    """Adds a buffer that counts calls, and a constant input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,10 +116,10 @@ def test_a_larger_graph_captured_later_leaves_the_others_where_they_are(scene):
 def test_an_output_holds_until_the_next_replay_and_a_fresh_one_for_good(scene):
     one, two = scene.of_rows(4), scene.of_rows(4, fresh_outputs=True)
     scene.layer.count.zero_()
-    kept = one.run(torch.ones(4, 3), 10)
-    value = kept.clone()
+    first = one.run(torch.ones(4, 3), 10)
+    value = first.clone()
     fresh = two.run(torch.zeros(4, 3), 10)
-    assert not torch.equal(kept, value)  # overwritten, in the pool they share
+    assert not torch.equal(first, value)  # overwritten, in the pool they share
     assert fresh.unique().tolist() == [12]
     one.run(torch.full((4, 3), 7.0), 10)
     assert fresh.unique().tolist() == [12]
@@ -165,7 +165,7 @@ def test_strided_and_empty_inputs_keep_their_layout(scene):
     torch.testing.assert_close(graph.run(wide.t() + 1, torch.zeros(0)), (wide.t() + 1).flatten())
 
 
-def test_a_weight_that_lies_elsewhere_makes_the_graph_stale(scene):
+def test_a_weight_that_moved_makes_the_graph_stale(scene):
     graph = scene.of_rows(4)
     count = scene.layer.count.clone()
     weight = scene.layer.weight

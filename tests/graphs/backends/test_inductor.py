@@ -61,7 +61,7 @@ def test_inductor_keeps_a_buffer_up_to_date(captured):
     assert module.count.item() == 102
 
 
-def test_inductor_refuses_what_changed_behind_its_back(captured, monkeypatch):
+def test_a_changed_attribute_makes_a_compiled_graph_stale(captured, monkeypatch):
     module, graphs = captured
     count = module.count.clone()
     monkeypatch.setattr(module, "step", 2.0)
@@ -138,7 +138,7 @@ def test_without_a_compiler_the_reason_says_how_to_get_one(without_compiler, mon
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "own"])
-def test_a_wait_lies_between_the_trace_of_a_callable_and_its_compile(compiler):
+def test_compiling_after_waits_between_trace_and_compile(compiler):
     order = []
 
     def own(graph, inputs):

@@ -55,7 +55,7 @@ def test_what_is_written_reads_back_the_same(tmp_path_factory, sizes):
     assert from_file(path) == space
 
 
-def test_writing_replaces_the_file_and_leaves_nothing_beside_it(tmp_path):
+def test_writing_replaces_the_file_and_leaves_no_other(tmp_path):
     path = tmp_path / "b.txt"
     path.write_text("old")
     to_file(linear(n=(1, 4, 8)), path)
@@ -140,7 +140,7 @@ def test_a_missing_or_binary_file_is_a_bucket_file_error(tmp_path):
     ],
     ids=["brackets", "digits", "letters", "version", "no version", "name", "names"],
 )
-def test_a_bad_line_of_any_length_is_told_in_a_short_one(written, text):
+def test_an_error_of_a_long_line_is_short(written, text):
     with pytest.raises(BucketFileError) as caught:
         from_file(written(text))
     assert len(str(caught.value)) < 500

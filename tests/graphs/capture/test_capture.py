@@ -93,7 +93,7 @@ def test_the_graph_knows_its_name_cost_inputs_and_mode(backend):
 
 @pytest.mark.parametrize("runs", [1, 3])
 @pytest.mark.parametrize("backend", TRACED)
-def test_the_callable_runs_for_real_as_often_as_told(backend, runs):
+def test_the_callable_really_runs_warm_runs_times(backend, runs):
     count = torch.zeros(1)
     capture(lambda x: count.add_(x), [torch.ones(1)], backend=backend, warm_runs=runs)
     assert count.item() == runs

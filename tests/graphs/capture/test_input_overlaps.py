@@ -81,19 +81,19 @@ def test_an_overlap_of_inputs_that_are_only_read_gives_the_values_of_the_callabl
     torch.testing.assert_close(graph.run(*inputs), expected)
 
 
-def test_an_input_that_lies_in_a_written_buffer_is_refused(captured):
+def test_an_input_inside_a_written_buffer_is_refused(captured):
     graph, module = captured
     with pytest.raises(InputMismatch, match=r"'y' overlaps 'self\.seen' .* writes to 'self\.seen'"):
         graph.run(torch.zeros(8), module.seen, torch.ones(8))
 
 
-def test_a_written_input_that_lies_in_a_read_buffer_is_refused(captured):
+def test_a_written_input_inside_a_read_buffer_is_refused(captured):
     graph, module = captured
     with pytest.raises(InputMismatch, match=r"'x' overlaps 'self\.offset' .* writes to 'x'"):
         graph.run(module.offset.view(8), torch.ones(8), torch.ones(8))
 
 
-def test_a_read_input_that_lies_in_a_read_buffer_gives_the_values_of_the_callable(captured):
+def test_a_read_input_inside_a_read_buffer_equals_the_callable(captured):
     graph, module = captured
     twin = copy.deepcopy(module)
     expected = twin(torch.zeros(8), twin.offset.view(8), torch.ones(8))

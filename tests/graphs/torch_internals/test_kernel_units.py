@@ -126,7 +126,7 @@ def test_a_compile_that_is_no_capture_is_left_alone(cache):
         "void kernel() {}",
     ],
 )
-def test_what_is_not_one_function_behind_the_header_is_left_to_inductor(source):
+def test_what_is_not_one_function_after_the_header_is_left_to_inductor(source):
     assert units._body_of(source) is None
 
 

@@ -140,7 +140,7 @@ CONSTANTS = [
 
 
 @pytest.mark.parametrize("values", [CONSTANTS, CONSTANTS[::-1]], ids=["in order", "reversed"])
-def test_constants_are_told_apart(values):
+def test_constants_that_differ_are_traced_again(values):
     def see(_, x, value):
         code = sum([place * ord(sign) for place, sign in enumerate(repr(value))])
         return x * (code + 10 * isinstance(value, bool))
@@ -245,7 +245,7 @@ class Doubling(nn.ReLU):
         return 2 * super().forward(x)
 
 
-def test_calls_without_a_key_are_told_apart():
+def test_calls_without_a_key_are_traced_again():
     """Torch since 2.12 by itself computes the second layer as the first."""
     layers = [nn.Sequential(nn.ReLU()), nn.Sequential(Doubling())]
     region = Region(lambda layer, x: layer(x))

@@ -61,5 +61,5 @@ def test_a_group_is_a_member_of_another_and_the_last_with_work_to_do_tells_the_t
     events = []
     report = WarmupGroup(WarmupGroup(step), WarmupGroup(swap, done)).warmup(events.append)
     assert [result.name for result in report.results] == ["step", "step", "swap", "done"]
-    told = [event.eta_seconds is not None for event in events]
-    assert told == [False] * 5 + [True] and events[-1].is_last
+    has_eta = [event.eta_seconds is not None for event in events]
+    assert has_eta == [False] * 5 + [True] and events[-1].is_last

@@ -31,7 +31,7 @@ def test_the_next_process_knows_what_was_captured_failed_or_cut_short(path):
         assert known.previously_failed == [Bucket(n=2), Bucket(n=1)]
 
 
-def test_a_bucket_that_succeeds_later_is_no_suspect_any_more(path):
+def test_a_bucket_that_succeeds_later_did_not_fail(path):
     journal(path).done(BucketResult(Bucket(n=4), "failed"))
     journal(path).done(DONE)
     assert journal(path).previously_failed == []
@@ -90,17 +90,17 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(path):
         journal(path)
 
 
-def test_a_disk_that_is_full_stops_no_warmup_and_is_told_once(path, monkeypatch, caplog):
-    kept = journal(path)
+def test_a_full_disk_stops_no_warmup_and_is_logged_once(path, monkeypatch, caplog):
+    known = journal(path)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "open", full)
-    kept.start(DONE.bucket)
-    kept.done(DONE)
+    known.start(DONE.bucket)
+    known.done(DONE)
     monkeypatch.undo()
-    assert kept.seconds == {DONE.bucket: 2.5}
+    assert known.seconds == {DONE.bucket: 2.5}
     assert caplog.text.count("No space left on device") == 1
     assert journal(path).seconds == {}
 

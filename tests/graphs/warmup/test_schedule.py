@@ -58,7 +58,7 @@ def test_what_an_earlier_warmup_measured_is_the_estimate_from_the_start():
     assert event.eta_seconds == pytest.approx((2.0 + 20.0) / 4)
 
 
-def test_buckets_that_were_not_measured_are_fitted_beside_those_that_were():
+def test_unmeasured_buckets_are_fitted_next_to_measured_ones():
     schedule = Schedule([*SPACE], SPACE.cost, {Bucket(n=4): 8.0, Bucket(n=1): 2.0})
     assert schedule.event(Bucket(n=4), 0, "started").eta_seconds is None
     schedule.done(BucketResult(Bucket(n=4), "captured", seconds=8.0))

@@ -88,7 +88,7 @@ def assert_equals_eager(function, graph):
     "function",
     [pytest.param(write_then_read, marks=pytest.mark.slow), read_feeds_write],
 )
-def test_a_cache_that_nobody_reads_beside_the_write_is_updated_where_it_lies(function, sessions):
+def test_a_cache_without_other_readers_is_updated_in_place(function, sessions):
     graph = capture(function, tensors(), backend=BACKEND)
     assert sessions[0].in_place and not sessions[0].copied_back
     assert_equals_eager(function, graph)
@@ -99,7 +99,7 @@ def test_a_cache_that_nobody_reads_beside_the_write_is_updated_where_it_lies(fun
     "function",
     [read_beside_write, pytest.param(read_of_a_view_beside_write, marks=pytest.mark.slow)],
 )
-def test_a_cache_that_is_read_beside_the_write_is_copied_back(function, sessions):
+def test_a_cache_with_another_reader_is_copied_back(function, sessions):
     graph = capture(function, tensors(), backend=BACKEND)
     assert sessions[0].copied_back and not sessions[0].in_place
     assert_equals_eager(function, graph)
@@ -152,7 +152,7 @@ def test_weights_and_caches_are_inputs_and_no_part_of_the_model(sessions):
     assert count == 2
 
 
-def test_what_changed_behind_its_back_is_refused():
+def test_a_changed_attribute_makes_the_graph_stale():
     layer, where, x = Layer(), torch.tensor([2, 7]), torch.randn(2, 4)
     graph = capture(layer, [where, x], backend=BACKEND)
     layer.scale = 2.0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from graphs.torch_internals.replay.memory import Allocation, InputMemory, assign_offsets
 
 
-def test_what_is_made_is_gone_with_its_last_tensor_and_not_with_its_first():
+def test_an_allocation_is_freed_with_its_last_tensor():
     tensor = torch.empty(4, 6)
     made = Allocation(tensor[1:], 3)
     assert (made.address, made.bytes) == (tensor.data_ptr(), 96)
@@ -23,7 +23,7 @@ def test_what_is_made_is_gone_with_its_last_tensor_and_not_with_its_first():
     assert made.is_freed
 
 
-def test_an_address_is_told_by_the_input_it_is_in():
+def test_an_address_is_found_in_its_input():
     a, b = torch.empty(4, 6), torch.empty(5, dtype=torch.int64)
     given = InputMemory([3, a[1:, 2:], b, torch.empty(0), None])
     assert given.find(a[1, 2].data_ptr()) == (1, 0)
@@ -33,7 +33,7 @@ def test_an_address_is_told_by_the_input_it_is_in():
         assert given.find(outside) is None
 
 
-def test_an_address_in_several_inputs_is_told_by_none():
+def test_an_address_in_several_inputs_is_not_found():
     whole = torch.empty(10)
     given = InputMemory([whole[:6], whole[4:]])
     assert given.find(whole[3].data_ptr()) == (0, 12)
@@ -52,7 +52,7 @@ def test_an_address_in_several_inputs_is_told_by_none():
         max_size=40,
     )
 )
-def test_what_is_needed_at_once_has_places_of_its_own(lives):
+def test_allocations_in_use_at_the_same_time_do_not_overlap(lives):
     held, made = [], []
     for begin, length, size in lives:
         held.append(torch.empty(size, dtype=torch.uint8))

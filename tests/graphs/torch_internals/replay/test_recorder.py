@@ -70,7 +70,7 @@ def test_what_is_returned_is_that_of_eager(replays, replayer, function):
         assert len(replayer.replayed) == run + 1
 
 
-def test_a_kernel_of_more_arguments_than_the_player_passes_is_not_replayed(replayer):
+def test_a_kernel_with_too_many_arguments_is_not_replayed(replayer):
     few = ReplayerDouble()
     few.max_args = 2
     replays = Replays(few)
@@ -112,7 +112,7 @@ def test_an_interrupt_at_any_step_of_a_recording_leaves_the_module_as_it_was(
     assert (replays.recorded, len(replayer.replayed)) == (1, 1)
 
 
-def test_an_error_of_the_player_costs_the_replay_and_not_the_graph():
+def test_an_error_of_the_replayer_costs_the_replay_and_not_the_graph():
     class Broken(ReplayerDouble):
         def call_of(self, op, args, kwargs, made):
             raise ValueError("no such op")

@@ -216,7 +216,7 @@ def test_what_repeats_itself_is_compared_before_it_serves(replayer):
     assert_like_eager(module, graph, inputs_of(5))
 
 
-def test_what_is_no_player_and_what_are_no_replays_is_refused_in_one_line(replayer):
+def test_wrong_replayers_and_replays_are_refused_in_one_line(replayer):
     with pytest.raises(TypeError, match="expected a Replayer, got NoneType: take"):
         Replays(None)
     with pytest.raises(TypeError, match="expected a Replayer, got SimpleNamespace: take"):
