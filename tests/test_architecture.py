@@ -128,11 +128,10 @@ _THROUGH_OTHERS = (
     ("compiled_attn.replicas", "app deployment figures front server", "replicas as processes"),
     (
         "compiled_attn.serve",
-        "access_log app body call errors handler handlers parse replies",
+        "app context endpoint http_errors parse request_parts requests responses",
         "called over HTTP",
     ),
     ("compiled_attn.step", "form", "its two forms"),
-    ("compiled_attn.text", "prompts_file", "`run --prompts`: cli/test_prompts"),
     ("compiled_attn.workloads", "arrival prompts synthetic", "test_simulate, test_default_demand"),
     ("compiled_attn.workloads.simulated", "engine pool", "test_simulate"),
 )

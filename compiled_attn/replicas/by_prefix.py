@@ -10,11 +10,11 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from compiled_attn.replicas.prompt_keys import prompt_keys
 from compiled_attn.replicas.router import PrefixRouter, Route
-from compiled_attn.serve.call import HEADER
+from compiled_attn.serve.context import SALT_HEADER
 
 __all__ = ["ByPrefix"]
 
-_SALT = HEADER.lower().encode()
+_SALT = SALT_HEADER.lower().encode()
 
 
 class ByPrefix(RequestRouter):  # type: ignore[misc]

@@ -13,8 +13,9 @@ from ray import serve
 from starlette.types import ASGIApp, Message
 
 from compiled_attn.errors import EngineStopped
-from compiled_attn.serve.app import app_of
-from compiled_attn.serve.served import Make, Served
+from compiled_attn.serve.app import create_app
+from compiled_attn.serve.metrics import Metrics
+from compiled_attn.serve.model import LoadModel, ServedModel
 from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["Replica", "State"]
@@ -45,11 +46,13 @@ class Replica:
         Exception: what ended that.
     """
 
-    def __init__(self, name: str, make: Make) -> None:
-        self._served = Served(name, make)
+    def __init__(self, name: str, make: LoadModel) -> None:
+        self._served = ServedModel(name, make)
         self._served.load()
         # The front has limited bodies already, maybe to more than the default.
-        self._app: ASGIApp = app_of(self._served, ServerSettings(max_body=sys.maxsize))
+        self._metrics = Metrics(self._served)
+        settings = ServerSettings(max_body=sys.maxsize)
+        self._app: ASGIApp = create_app(self._served, settings, self._metrics)
         self._asked = time.monotonic()
 
     async def check_health(self) -> None:
@@ -74,7 +77,7 @@ class Replica:
 
     async def metrics(self) -> tuple[int, str]:
         """Its number, and its figures in the format of Prometheus; waits for the step that runs."""
-        return _number(), (await asyncio.to_thread(self._served.metrics.exposition)).decode()
+        return _number(), (await asyncio.to_thread(self._metrics.exposition)).decode()
 
     async def answer(
         self, scope: Mapping[str, Any], body: bytes

@@ -20,7 +20,7 @@ from compiled_attn.replicas.deployment import deployed
 from compiled_attn.replicas.fleet import Fleet
 from compiled_attn.replicas.replica import Replica
 from compiled_attn.serve.guard import with_cors, with_limits
-from compiled_attn.serve.served import Make
+from compiled_attn.serve.model import LoadModel
 from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["run_fleet"]
@@ -28,7 +28,7 @@ __all__ = ["run_fleet"]
 
 def run_fleet(
     name: str,
-    make: Make,
+    make: LoadModel,
     count: int,
     listening: socket.socket,
     when_up: Callable[[], None],
@@ -42,7 +42,7 @@ def run_fleet(
     """Serves until a signal ends it; then what was asked is answered, and nothing new taken.
 
     Args:
-        name, make: of the model, see `Served`; pickled.
+        name, make: of the model, see `ServedModel`; pickled.
         count: of replicas.
         listening: where the front listens.
         when_up: called when it does.
