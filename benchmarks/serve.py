@@ -1,12 +1,12 @@
-"""The server under load, beside `transformers serve` with the same model.
+"""The server under load, compared with `transformers serve` and the same model.
 
     python benchmarks/serve.py [--model smollm2] [--requests 24] [--clients 8] [--rounds 2]
 
-All listen on this machine, and all but one are stopped (SIGSTOP) while that one is asked. A number
-of clients stream chats of some 40 tokens, a new one as soon as one ends; each generates 48 tokens
-greedily. Rounds alternate; medians over all requests. `transformers serve` runs with continuous
-batching, as its own option turns it on, and with `--default` as it is without options too: then it
-serves one request at a time.
+All servers run on this machine; all but the measured one are stopped (SIGSTOP). Clients stream
+chats with prompts of about 40 tokens, each of 48 greedy tokens, a new one as soon as one ends.
+Rounds alternate; medians over all requests. `transformers serve` runs with its option for
+continuous batching, and with `--default` also without options: then it serves one request at a
+time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from openai import AsyncOpenAI
 
 from compiled_attn.errors import ModelError
 from compiled_attn.models.folder import model_folder
-from compiled_attn.serve.server import bound
+from compiled_attn.serve.server import listen
 
 TOKENS = 48
 TOPICS = ["the sea", "a lighthouse", "winter", "bread", "the moon", "a clock", "rain", "an old map"]
@@ -41,7 +41,7 @@ TOPICS = ["the sea", "a lighthouse", "winter", "bread", "the moon", "a clock", "
 
 @dataclass
 class Server:
-    """A server in a process of its own, and what its clients measured."""
+    """A server in a process of its own, and the times of its clients."""
 
     name: str
     command: list[str]
@@ -60,7 +60,7 @@ class Server:
                 sys.exit(f"{self.name} ended with {self.process.returncode}")
             time.sleep(0.5)
 
-    def let(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
         """Sends it and its children a signal."""
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
@@ -75,7 +75,7 @@ class Server:
 
 
 def free_port() -> int:
-    with bound("127.0.0.1", 0) as listening:
+    with listen("127.0.0.1", 0) as listening:
         port: int = listening.getsockname()[1]
         return port
 
@@ -170,19 +170,19 @@ def main() -> None:
     try:
         for server in all_:
             server.start()
-            asyncio.run(load(server, 2, 2, -1))  # what is loaded at the first request
-            server.let(signal.SIGSTOP)
+            asyncio.run(load(server, 2, 2, -1))  # the first request imports modules
+            server.signal(signal.SIGSTOP)
         for server in all_:
             server.rates, server.first, server.between = [], [], []
         for number in range(options.rounds):
             for server in all_:
-                server.let(signal.SIGCONT)
+                server.signal(signal.SIGCONT)
                 asyncio.run(load(server, options.requests, options.clients, number))
-                server.let(signal.SIGSTOP)
+                server.signal(signal.SIGSTOP)
     finally:
         for server in all_:
-            server.let(signal.SIGCONT)
-            server.let(signal.SIGKILL)
+            server.signal(signal.SIGCONT)
+            server.signal(signal.SIGKILL)
     print(
         f"# {datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, "
         f"{torch.get_num_threads()} threads, {options.dtype}, {options.model}, "

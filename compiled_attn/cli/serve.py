@@ -1,4 +1,4 @@
-"""The command ``serve``: a model behind the interface of OpenAI, until a signal ends it."""
+"""The command ``serve``: an OpenAI-compatible server, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from graphs import BucketEvent, progress_for
 from graphs.installation import install_command
 
 if TYPE_CHECKING:
-    from compiled_attn.serve.served import Served
+    from compiled_attn.serve.model import ServedModel
     from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["run_serve"]
 
-_PATIENCE = 5.0
-"""Seconds that an interrupted warmup may take for the graph that it is at."""
+_CANCEL_SECONDS = 5.0
+"""Time for an interrupted warmup to finish the graph that is being captured."""
 
 
 def run_serve(options: ServeOptions) -> int:
     """Serves until a signal ends it; returns the exit code.
 
     Raises:
-        UserError: no such model, or one without a tokenizer, or the address is in use; nothing was
-            started.
+        UserError: the model does not exist or has no tokenizer, or the address is in use.
     """
     try:
-        from compiled_attn.serve.served import Served
-        from compiled_attn.serve.server import bound
+        from compiled_attn.serve.model import ServedModel
+        from compiled_attn.serve.server import listen
     except ImportError as error:
         raise UserError(
             f"the server needs a package that is not installed: {error}: {install_command('serve')}"
@@ -64,7 +63,7 @@ def run_serve(options: ServeOptions) -> int:
             torch.set_num_threads(options.threads)
         config = serving_config(options, backend)
         name = options.name or options.model.stem
-        listening = bound(options.host, options.port)
+        listening = listen(options.host, options.port)
         host, port = listening.getsockname()[:2]
 
         scheme = "http" if http.ssl_certfile is None else "https"
@@ -73,15 +72,14 @@ def run_serve(options: ServeOptions) -> int:
             _say(f"{name} at {scheme}://{host}:{port}/v1")
 
         if options.replicas is None:
-            served = Served(name, partial(_load, options, config))
-            _run_to_the_end(served, listening, when_up, http)
+            model = ServedModel(name, partial(_load, options, config))
+            _run_to_the_end(model, listening, when_up, http)
         else:
             serve_replicas(options, listening, when_up, _say, http)
     return 0
 
 
 def _http_settings(options: ServeOptions) -> ServerSettings:
-    """The settings of HTTP; raises UserError or ConfigError for what cannot be used."""
     from compiled_attn.serve.settings import ServerSettings
 
     if (key := options.api_key) is not None and not (key.isascii() and key.isprintable() and key):
@@ -109,14 +107,14 @@ def _http_settings(options: ServeOptions) -> ServerSettings:
 
 
 def _run_to_the_end(
-    served: Served, listening: socket.socket, when_up: Callable[[], None], http: ServerSettings
+    model: ServedModel, listening: socket.socket, when_up: Callable[[], None], http: ServerSettings
 ) -> None:
-    """Serves, and leaves no thread inside of torch, which aborts when the interpreter ends then."""
+    # A thread inside torch would abort the process when the interpreter ends.
     from compiled_attn.serve.server import run
 
     code = FAILED
     try:
-        run(served, listening, when_up, http)
+        run(model, listening, when_up, http)
         code = 0
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -127,7 +125,7 @@ def _run_to_the_end(
     finally:
         is_over = False
         with contextlib.suppress(KeyboardInterrupt, SystemExit):  # a second one: at once
-            is_over = served.give_up(_PATIENCE)
+            is_over = model.cancel_start(_CANCEL_SECONDS)
         if not is_over:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -139,11 +137,13 @@ def _load(
 ) -> LLM:
     shown: Any = progress_for(sys.stderr)
 
-    def told(event: BucketEvent) -> None:
+    def on_bucket(event: BucketEvent) -> None:
         progress(event)
         shown(event)
 
-    llm = LLM(options.model, config, dtype=dtype_of(options), device=options.device, progress=told)
+    llm = LLM(
+        options.model, config, dtype=dtype_of(options), device=options.device, progress=on_bucket
+    )
     _say("ready")
     return llm
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
+import time
 from collections.abc import AsyncIterator
-from functools import partial
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,104 +15,121 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
 from compiled_attn import __version__
-from compiled_attn.serve.access_log import access_line
-from compiled_attn.serve.call import Call, Calls, current_call
-from compiled_attn.serve.errors import RequestError, tell_errors
+from compiled_attn.serve.chat import ChatEndpoint, CompletionEndpoint
+from compiled_attn.serve.context import RequestContext, TrackRequests
+from compiled_attn.serve.endpoint import Endpoint
 from compiled_attn.serve.guard import with_cors, with_limits
-from compiled_attn.serve.handler import OneModel
-from compiled_attn.serve.handlers import Chats, Completions, Responses
+from compiled_attn.serve.http_errors import RequestError, handle_errors
 from compiled_attn.serve.metrics import Metrics
-from compiled_attn.serve.served import Served
+from compiled_attn.serve.model import ServedModel
+from compiled_attn.serve.responses import ResponseEndpoint
 from compiled_attn.serve.settings import ServerSettings
 
-__all__ = ["app_of"]
-
-_ASKING = "/v1/"
+__all__ = ["create_app"]
 
 
-def app_of(served: Served, settings: ServerSettings | None = None) -> ASGIApp:
-    """The application that answers with a model; it ends with it.
+def create_app(
+    model: ServedModel, settings: ServerSettings | None = None, metrics: Metrics | None = None
+) -> ASGIApp:
+    """Returns the application that answers with a model; it stops the model when it ends.
 
     Args:
-        served: the model, on its way or ready.
-        settings: of HTTP; None: the default ones.
+        model: loading or ready.
+        settings: of HTTP; None: the defaults.
+        metrics: of the requests; None: new ones.
     """
-    settings = settings or ServerSettings()
-    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # a warning a request
-    metrics = served.metrics = Metrics(served)
-    calls = Calls(
-        with_limits(_routes(served, metrics), settings), partial(_count, metrics, settings)
-    )
-    return with_cors(_Open(calls, served), settings)
+    own_settings, own_metrics = settings or ServerSettings(), metrics or Metrics(model)
+
+    def on_end(context: RequestContext) -> None:
+        own_metrics.count(context.status, context.results())
+        if own_settings.access_log:
+            print(_log_line(context), flush=True)
+
+    app = with_limits(_routes(model, own_metrics), own_settings)
+    return with_cors(_CountOpen(TrackRequests(app, on_end), model), own_settings)
 
 
-def _count(metrics: Metrics, settings: ServerSettings, call: Call) -> None:
-    metrics.count(call.status, call.results())
-    if settings.access_log:
-        print(access_line(call), flush=True)
+class _CountOpen:
+    """Middleware that counts the requests a stop waits for."""
 
-
-class _Open:
-    """Counts the requests that a stop waits for."""
-
-    def __init__(self, app: ASGIApp, served: Served) -> None:
-        self._app, self._served = app, served
+    def __init__(self, app: ASGIApp, model: ServedModel) -> None:
+        self._app, self._model = app, model
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        is_asking = scope["type"] == "http" and scope["path"].startswith(_ASKING)
-        self._served.open_requests += is_asking
+        is_counted = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        self._model.open_requests += is_counted
         try:
             await self._app(scope, receive, send)
         finally:
-            self._served.open_requests -= is_asking
+            self._model.open_requests -= is_counted
 
 
-def _routes(served: Served, metrics: Metrics) -> FastAPI:
-    model: Any = OneModel(served)
-
+def _routes(model: ServedModel, metrics: Metrics) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        served.stop()
+        model.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    tell_errors(app)
+    handle_errors(app)
 
-    def add(path: str, prefix: str, handler: Any) -> None:
+    def add(path: str, endpoint: Endpoint[Any]) -> None:
         @app.post(path)
-        async def answer(request: Request) -> Response:
-            served.refuse_while_draining()
-            call = current_call()
-            # Transformers puts "resp_" before the id of a response itself.
-            call.response_id = prefix + call.key
-            raw, own = await request.body(), call.key if prefix == "resp_" else call.response_id
-            response: Response = await handler.handle_raw(raw, own)
-            return response
+        async def generate(request: Request) -> Response:
+            return await endpoint.handle(await request.body())
 
-    add("/v1/chat/completions", "chatcmpl-", Chats(model, model))
-    add("/v1/completions", "cmpl-", Completions(model, model))
-    add("/v1/responses", "resp_", Responses(model, model))
+    add("/v1/chat/completions", ChatEndpoint(model, metrics))
+    add("/v1/completions", CompletionEndpoint(model, metrics))
+    add("/v1/responses", ResponseEndpoint(model, metrics))
+    described = {"id": model.name, "object": "model", "created": 0, "owned_by": "compiled-attn"}
 
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": model.get_gen_models()})
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [described]})
 
     @app.get("/v1/models/{name:path}")
-    async def the_model(name: str) -> JSONResponse:
-        if name != served.name:
-            raise RequestError(f"expected the model {served.name!r}, got {name!r}", 404)
-        return JSONResponse(*model.list_models())
+    async def describe_model(name: str) -> JSONResponse:
+        if name != model.name:
+            raise RequestError(f"expected the model {model.name!r}, got {name!r}", 404)
+        return JSONResponse(described)
 
     @app.get("/health")
     async def health() -> JSONResponse:  # in the event loop: it waits for no thread
-        return JSONResponse({"status": served.stage}, 200 if served.stage == "ready" else 503)
+        return JSONResponse({"status": model.stage}, 200 if model.stage == "ready" else 503)
 
     @app.get("/version")
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
 
     @app.get("/metrics")
-    def figures() -> Response:
+    def exposition() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _log_line(context: RequestContext) -> str:
+    """One JSON line of the access log.
+
+    ``ttft_s`` is the time to the first token of the first answer, ``seconds`` that to the end of
+    the response.
+    """
+    results = context.results()
+    line: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "id": context.response_id or context.request_id,
+        "request_id": context.request_id,
+        "client": context.client,
+        "method": context.method,
+        "path": context.path,
+        "status": context.status,
+        "seconds": round(time.perf_counter() - context.started_s, 4),
+    }
+    if results:
+        line |= {
+            "prompt_tokens": sum(len(each.prompt) for each in results if not each.choice),
+            "cached_tokens": sum(each.cached_tokens for each in results),
+            "tokens": sum(len(each.tokens) for each in results),
+            "ttft_s": round(min(each.ttft_s for each in results), 4),
+        }
+    return json.dumps(line)

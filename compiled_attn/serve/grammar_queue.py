@@ -1,4 +1,4 @@
-"""Compilation of grammars for clients that wait for it, off the event loop."""
+"""Compiles grammars for waiting clients, off the event loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["GrammarQueue"]
 
 _MAX_JOBS, _MAX_PER_CLIENT = 16, 4
 _MAX_ABANDONED = 2
-"""Compilations that may go on without a client. xgrammar cannot be interrupted, so one whose
-clients have gone is left to itself, and the next one starts beside it."""
+"""Compilations that may run without a client. xgrammar cannot be interrupted: one whose clients
+have gone runs on, and the next one starts concurrently."""
 
 
 @dataclass(eq=False)
@@ -34,9 +34,9 @@ class _Job:
 
 
 class GrammarQueue:
-    """Compiles one grammar at a time, in the order of their arrival; used in one event loop.
+    """Compiles one grammar at a time, first come first served; for one event loop.
 
-    A job ends with the last client that waits for it.
+    A job is dropped with the last client that waits for it.
 
     Args:
         compile_grammar: called in a thread of its own.
@@ -52,11 +52,11 @@ class GrammarQueue:
         return not any(job.is_running for job in self._jobs.values())
 
     async def compiled(self, grammar: Grammar, client: str) -> Any:
-        """What the compilation returns; cancelled, it gives up its place in the queue.
+        """Returns the compiled grammar; cancelled, it gives up its place in the queue.
 
         Args:
             grammar: to compile.
-            client: who waits, such as an address.
+            client: that waits, such as an address.
 
         Raises:
             QueueFull: too many grammars wait, or too many of this client.

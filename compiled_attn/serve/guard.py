@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from compiled_attn.serve.errors import error_content
+from compiled_attn.serve.http_errors import error_content
 from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["ApiKey", "BodyLimit", "with_cors", "with_limits"]
@@ -68,7 +68,7 @@ class ApiKey:
 class BodyLimit:
     """Receives the whole body before the application runs; answers 413 if it is too large.
 
-    Chunked bodies count as they arrive. At most `max_body` bytes and one network read are held.
+    Chunked bodies count as they arrive. Holds at most `max_body` bytes and one network read.
     """
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
@@ -96,10 +96,10 @@ class BodyLimit:
             return await self._refuse_large(scope, receive, send)
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def replayed() -> Message:
+        async def receive_again() -> Message:
             return messages.pop() if messages else await receive()
 
-        await self._app(scope, replayed, send)
+        await self._app(scope, receive_again, send)
 
     async def _body(self, receive: Receive) -> tuple[bytes, bool]:
         """The body, and whether it is whole: False as soon as it is too large.

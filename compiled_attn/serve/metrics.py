@@ -1,4 +1,4 @@
-"""Figures of a server in the format of Prometheus."""
+"""Metrics of a server in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from compiled_attn.engine import Engine, EngineReport, GenerationResult, StepInfo
-from compiled_attn.serve.served import Served
+from compiled_attn.engine import GenerationResult
+from compiled_attn.serve.model import ServedModel
 
 __all__ = ["Metrics"]
 
@@ -32,27 +32,29 @@ _REQUEST = (
 
 
 class Metrics:
-    """Histograms and counters of requests under vLLM's names, and the figures of the engine.
+    """Histograms and counters of requests under vLLM's names, and values of the engine.
 
     Args:
-        served: the model.
+        model: that is served.
     """
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Figures(served))
-        self._name = served.name
+        self._registry.register(_EngineCollector(model))
+        self._name = model.name
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             whole = Histogram(
                 f"vllm:{name}", text, [_MODEL], buckets=buckets, registry=self._registry
             )
-            return whole.labels(served.name)
+            return whole.labels(model.name)
 
         self._first_token = histogram(
             "time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN
         )
-        self._gap = histogram("inter_token_latency_seconds", "Time between two tokens.", _TOKEN)
+        self.observe_gap = histogram(
+            "inter_token_latency_seconds", "Time between two tokens.", _TOKEN
+        ).observe
         self._per_token = histogram(
             "request_time_per_output_token_seconds",
             "Mean time per token after the first, of a request.",
@@ -75,8 +77,8 @@ class Metrics:
         """Counts a request that has ended.
 
         Args:
-            status: of its answer.
-            results: what was generated for it.
+            status: of its response.
+            results: of its generations.
         """
         if status >= 400:
             self._refused.labels(self._name, str(status)).inc()
@@ -87,83 +89,65 @@ class Metrics:
             if (gaps := len(result.tokens) - 1) > 0:
                 self._per_token.observe((result.latency_s - result.ttft_s) / gaps)
 
-    def observe_gap(self, seconds: float) -> None:
-        """Counts the time between two tokens of a stream."""
-        self._gap.observe(seconds)
-
     def exposition(self) -> bytes:
-        """What ``/metrics`` answers; figures of the engine only when it is warm."""
+        """Returns the body of ``/metrics``; values of the engine only once it is warm."""
         return generate_latest(self._registry)
 
 
-class _Figures(Collector):
-    def __init__(self, served: Served) -> None:
-        self._served = served
+class _EngineCollector(Collector):
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not look at the engine."""
+        """Nothing: registering must not ask the engine."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        own = _Own(self._served.name)
-        is_ready = self._served.stage == "ready"
-        yield own.gauge("ready", "Whether the model is warm.", is_ready)
-        if is_ready:
-            look = self._served.engine.call
-            yield from _now(own, look(lambda engine: engine.info(0)))
-            yield from _so_far(own, look(Engine.report))
+        is_ready = self._model.stage == "ready"
+        yield self._gauge("ready", "Whether the model is warm.", is_ready)
+        if not is_ready:
+            return
+        info, report = self._model.engine.call(lambda engine: (engine.info(0), engine.report()))
+        gauges = {
+            "requests_running": ("Requests that have blocks.", info.running),
+            "requests_waiting": ("Requests that wait for blocks.", info.waiting),
+            "blocks_used": ("Blocks of the cache that requests hold.", info.blocks_used),
+            "blocks": ("Blocks of the cache.", info.blocks_total),
+            "prefix_hit_ratio": ("Share of prompt tokens found.", report.prefix_hit_ratio),
+            "graphs": ("Captured buckets.", report.graphs),
+            "graphs_loaded": ("Of these, from the store.", report.graphs_loaded),
+        }
+        for name, (text, value) in gauges.items():
+            yield self._gauge(name, text, value)
+        outcomes = {
+            "served": report.requests - report.failed_requests,
+            "failed": report.failed_requests,
+        }
+        tokens = {
+            "prompt": report.prompt_tokens,
+            "computed": report.computed_tokens,
+            "generated": report.generated_tokens,
+        }
+        hits: dict[str, Any] = {str(row["bucket"]): row["steps"] for row in report.buckets}
+        yield self._counter("requests", "Requests that finished.", outcomes, "outcome")
+        yield self._counter("tokens", "Tokens by what was done with them.", tokens, "kind")
+        yield self._counter("bucket_hits", "Steps that ran in each bucket.", hits, "bucket")
+        preemptions = {"": report.preemptions}
+        yield self._counter("preemptions", "Requests that gave their blocks back.", preemptions)
+        yield self._counter(
+            "compiles_after_warmup",
+            "What compiled while serving; more than 0 is a fault.",
+            {"": report.compiles_after_warmup},
+        )
 
-
-class _Own:
-    """Metrics of this project, each with the name of the model."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def gauge(self, name: str, text: str, value: float) -> Metric:
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, text, labels=[_MODEL])
-        family.add_metric([self._model], float(value))
+        family.add_metric([self._model.name], float(value))
         return family
 
-    def counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(_PREFIX + name, text, labels=[_MODEL])
-        family.add_metric([self._model], float(value))
-        return family
-
-    def counters(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(_PREFIX + name, text, labels=[_MODEL, label])
+    def _counter(self, name: str, text: str, values: dict[str, int], *labels: str) -> Metric:
+        """A counter with a value of each label; without labels of one value."""
+        family = CounterMetricFamily(_PREFIX + name, text, labels=[_MODEL, *labels])
         for key, value in values.items():
-            family.add_metric([self._model, key], float(value))
+            family.add_metric([self._model.name, key][: 1 + len(labels)], float(value))
         return family
-
-
-def _now(own: _Own, info: StepInfo) -> Iterable[Metric]:
-    yield own.gauge("requests_running", "Requests that have blocks.", info.running)
-    yield own.gauge("requests_waiting", "Requests that wait for blocks.", info.waiting)
-    yield own.gauge("blocks_used", "Blocks of the cache that requests hold.", info.blocks_used)
-    yield own.gauge("blocks", "Blocks of the cache.", info.blocks_total)
-
-
-def _so_far(own: _Own, report: EngineReport) -> Iterable[Metric]:
-    requests = {
-        "served": report.requests - report.failed_requests,
-        "failed": report.failed_requests,
-    }
-    tokens = {
-        "prompt": report.prompt_tokens,
-        "computed": report.computed_tokens,
-        "generated": report.generated_tokens,
-    }
-    steps: dict[str, Any] = {str(row["bucket"]): row["steps"] for row in report.buckets}
-    yield own.counters("requests", "Requests that finished.", "outcome", requests)
-    yield own.counters("tokens", "Tokens by what was done with them.", "kind", tokens)
-    yield own.counters("bucket_hits", "Steps that ran in each bucket.", "bucket", steps)
-    yield own.counter("preemptions", "Requests that gave their blocks back.", report.preemptions)
-    yield own.counter(
-        "compiles_after_warmup",
-        "What compiled while serving; more than 0 is a fault.",
-        report.compiles_after_warmup,
-    )
-    yield own.gauge("prefix_hit_ratio", "Share of prompt tokens found.", report.prefix_hit_ratio)
-    yield own.gauge("graphs", "Captured buckets.", report.graphs)
-    yield own.gauge("graphs_loaded", "Of these, from the store.", report.graphs_loaded)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, TypeVar
 
-from compiled_attn.serve.errors import RequestError
+from compiled_attn.serve.http_errors import RequestError
 
-__all__ = ["offload", "parse_body"]
+__all__ = ["check_unicode", "count_characters", "drop_nulls", "offload", "parse_body"]
 
 Result = TypeVar("Result")
 
+_SCHEMA_FIELDS = ("tools", "response_format", "text")
 _LARGE = 1 << 16
 _MAX_VALUES, _MAX_ITEMS = 20_000, 300_000
-"""Arrays and objects of a body, and what all of them hold, such as token ids. Validation, messages
-of errors and the garbage collector look at them without giving up the GIL."""
+"""Limits of arrays and objects in a body, and of the items in all of them, such as token ids:
+validation, error messages and the garbage collector visit them without giving up the GIL."""
 
 # One thread each: more of them would fight with the event loop for the GIL.
 _small = ThreadPoolExecutor(1, "serve-small")
@@ -27,12 +28,12 @@ _large = ThreadPoolExecutor(1, "serve-large")
 
 
 async def offload(size: int, work: Callable[..., Result], *given: Any) -> Result:
-    """Runs work off the event loop, in the context of the caller.
+    """Runs a function off the event loop, in the context of the caller.
 
     Args:
         size: characters or bytes of its input. Large inputs have a thread of their own, so that
             small ones do not wait for them.
-        work, given: what to call.
+        work, given: the function and its arguments.
     """
     pool = _large if size >= _LARGE else _small
     run = contextvars.copy_context().run
@@ -43,7 +44,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """Parses the body of a request.
 
     Raises:
-        RequestError: it is no JSON object, or has too many values.
+        RequestError: the body is no JSON object, or has too many values.
     """
     try:
         text = raw.decode()
@@ -84,3 +85,50 @@ class _Decoder(json.JSONDecoder):
                 f"{_MAX_ITEMS:,} items, got more: send several requests"
             )
         return found
+
+
+def check_unicode(body: Mapping[str, Any]) -> None:
+    """Refuses half a surrogate pair, which only an escape in JSON can spell.
+
+    Raises:
+        RequestError: the body has one.
+    """
+    try:
+        for text in _strings(body):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("expected valid Unicode, got half a surrogate pair in it") from error
+
+
+def count_characters(given: Any) -> int:
+    """Characters of all strings in parsed JSON, keys included."""
+    return sum(map(len, _strings(given)))
+
+
+def _strings(given: Any) -> Iterator[str]:
+    # In Python, and so without holding the GIL as `json.dumps` does.
+    left = [given]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            left.extend(each)
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)
+
+
+def drop_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes null fields, which the protocol reads as missing; schemas are not changed."""
+    return {
+        name: value if name in _SCHEMA_FIELDS else _drop_nulls(value)
+        for name, value in body.items()
+        if value is not None
+    }
+
+
+def _drop_nulls(given: Any) -> Any:
+    if isinstance(given, dict):
+        return {name: _drop_nulls(value) for name, value in given.items() if value is not None}
+    return [*map(_drop_nulls, given)] if isinstance(given, list) else given

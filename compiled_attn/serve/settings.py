@@ -1,4 +1,4 @@
-"""Settings of the HTTP server that are no matter of the model."""
+"""Settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 __all__ = ["MAX_BODY", "ServerSettings"]
 
 MAX_BODY = 4 * 2**20
-"""Bytes of a request body at most, unless an option says otherwise."""
+"""Default limit of a request body, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +16,8 @@ class ServerSettings:
     """How the server treats HTTP requests.
 
     Args:
-        max_body: bytes of a request body; larger ones get 413 before they are parsed.
-        api_key: that requests must carry as ``Authorization: Bearer``; None: anybody may ask.
+        max_body: limit of a request body, in bytes; larger ones get 413 before they are parsed.
+        api_key: that requests must carry as ``Authorization: Bearer``; None: none is needed.
         cors_origins: origins whose pages may read answers; ``*`` allows all.
         access_log: write one JSON line to stdout when a request ends.
         ssl_certfile, ssl_keyfile: PEM files for HTTPS; None: HTTP.

@@ -1,6 +1,6 @@
-"""Text in, text out: a model's tokenizer over an engine, answers whole or in pieces (extra ``hf``).
+"""Text in, text out: a model with its tokenizer, answers whole or in pieces (extra ``hf``).
 
-A name is imported when it is first asked for, as in `compiled_attn`.
+Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text of a request: whole, when it has finished, or in pieces of whole characters."""
+"""Decodes generated tokens: whole answers, or pieces of whole characters as tokens come."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from compiled_attn.text.tokenizer import REPLACEMENT, Tokenizer
 
 __all__ = ["Answer", "AnswerPieces", "StopFilter", "TextPieces", "echo_of", "end_of"]
 
-
-_BYTES = 4  # of a character at most
-_MOST_OPEN = 4 * _BYTES
+_MAX_CHARACTER_BYTES = 4
+_MAX_OPEN = 4 * _MAX_CHARACTER_BYTES
 
 
 class TextPieces:
@@ -25,11 +24,12 @@ class TextPieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._told: list[int] = []  # of the last piece, which the next tokens are decoded with
+        self._context: list[int] = []  # of the last piece: the next tokens are decoded after it
+        self._context_text = ""
         self._open: list[int] = []  # whose text may change with the next token
 
     def put(self, token: int) -> str:
-        """What the token adds to the text; empty while a character is not whole yet."""
+        """Returns what the token adds to the text; empty while a character is incomplete."""
         if token in self._tokenizer.special:
             return ""
         self._open.append(token)
@@ -38,14 +38,14 @@ class TextPieces:
         piece = self._piece()
         if piece and self._tokenizer.is_settled(self._open, piece):
             return self._settle(len(self._open), piece)
-        return self._settle_some() if len(self._open) > _MOST_OPEN else ""
+        return self._settle_some() if len(self._open) > _MAX_OPEN else ""
 
     def _settle_some(self) -> str:
-        """What the older of many open tokens add, which are bytes that are no characters: else each
-        token would decode all of them again.
+        """Settles the older of many open tokens, bytes of no character: otherwise each token would
+        decode all of them again.
         """
         whole = self._piece()
-        for count in range(len(self._open) - _BYTES, 0, -1):
+        for count in range(len(self._open) - _MAX_CHARACTER_BYTES, 0, -1):
             if self._tokenizer.is_in_run(self._open[count]):
                 continue
             if whole.startswith(piece := self._piece(count)):
@@ -53,21 +53,22 @@ class TextPieces:
         return ""
 
     def _settle(self, count: int, piece: str) -> str:
-        self._told, self._open = self._open[:count], self._open[count:]
+        self._context, self._open = self._open[:count], self._open[count:]
+        self._context_text = self._tokenizer.decode(self._context)
         return piece
 
     def rest(self) -> str:
-        """What is left when no token follows, such as half a character (U+FFFD)."""
+        """Returns the rest after the last token, such as half a character (U+FFFD)."""
         return self._piece()
 
     def _piece(self, count: int | None = None) -> str:
-        """What the first open tokens add, or all of them."""
-        told = self._tokenizer.decode(self._told)
-        return self._tokenizer.decode([*self._told, *self._open[:count]])[len(told) :]
+        """Text of the first `count` open tokens, or of all."""
+        text = self._tokenizer.decode([*self._context, *self._open[:count]])
+        return text[len(self._context_text) :]
 
 
 def end_of(text: str, stop: Sequence[str]) -> int | None:
-    """Where a text has to be cut: at the beginning of the stop string that is whole first.
+    """Returns where to cut a text: at the start of the stop string that is complete first.
 
     So it does not matter in which pieces the text came. None: it has no stop string.
     """
@@ -76,37 +77,36 @@ def end_of(text: str, stop: Sequence[str]) -> int | None:
 
 
 class StopFilter:
-    """Lets the pieces of a text through until a stop string, of which no part is shown.
+    """Passes pieces of text on until a stop string, of which no part is shown.
 
     Args:
         stop: the strings, none of them empty.
 
     Attributes:
-        has_ended: whether one of them came.
+        has_stopped: whether one of them came.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
         self._held = ""
-        self.has_ended = False
+        self.has_stopped = False
 
     def put(self, piece: str) -> str:
-        """What can be shown now; what may be the beginning of a stop string is held back."""
-        if self.has_ended:
+        """Returns what can be shown now; a possible start of a stop string is held back."""
+        if self.has_stopped:
             return ""
         text = self._held + piece
         end = end_of(text, self._stop)
-        self.has_ended = end is not None
+        self.has_stopped = end is not None
         shown = len(text) - self._undecided(text) if end is None else end
         self._held = text[shown:]
         return text[:shown]
 
     def rest(self) -> str:
-        """What was held back, when nothing follows; nothing behind a stop string."""
-        return "" if self.has_ended else self._held
+        """Returns what was held back, after the last piece; nothing after a stop string."""
+        return "" if self.has_stopped else self._held
 
     def _undecided(self, text: str) -> int:
-        """Characters at the end of a text that a stop string may begin with."""
         longest = max(map(len, self._stop), default=1)
         return next(
             (
@@ -120,11 +120,11 @@ class StopFilter:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a prompt was answered with.
+    """The answer to a prompt.
 
     Args:
-        text: without end tokens, and without the stop string and what is behind it.
-        result: tokens, times and why it ended: all that the engine tells.
+        text: without end tokens, the stop string and what follows it.
+        result: of the engine: tokens, times, finish reason.
     """
 
     text: str
@@ -132,14 +132,14 @@ class Answer:
 
     @staticmethod
     def of(result: GenerationResult, tokenizer: Tokenizer, end_tokens: Set[int]) -> Answer:
-        """The answer of a finished request, which one of the end tokens may have ended."""
+        """Decodes the answer of a finished request, which may end with one of the end tokens."""
         text = tokenizer.decode(_shown(result, end_tokens))
         return Answer(text[: end_of(text, result.sampling.stop)], result)
 
 
 def echo_of(result: GenerationResult, tokenizer: Tokenizer, end_tokens: Set[int]) -> str:
-    """The text of a finished request behind that of its prompt, both as their tokens spell them."""
-    prompt = tokenizer.decode(result.prompt).rstrip(REPLACEMENT)  # half a character may go on
+    """Returns the text of a prompt and its answer, both as their tokens spell them."""
+    prompt = tokenizer.decode(result.prompt).rstrip(REPLACEMENT)  # may end in half a character
     text = tokenizer.decode([*result.prompt, *_shown(result, end_tokens)])[len(prompt) :]
     return prompt + text[: end_of(text, result.sampling.stop)]
 
@@ -150,12 +150,12 @@ def _shown(result: GenerationResult, end_tokens: Set[int]) -> list[int]:
 
 
 class AnswerPieces:
-    """The text of a request in pieces, which together are that of its `Answer`.
+    """Decodes an answer in pieces, which together are the text of its `Answer`.
 
     Args:
         tokenizer: that of the model.
-        sampling: of the request, for its stop strings.
-        end_tokens: tokens that end the request, see `compiled_attn.engine.Engine.end_tokens`.
+        sampling: of the request, which has the stop strings.
+        end_tokens: see `compiled_attn.engine.Engine.end_tokens`.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class AnswerPieces:
         self._end_tokens = end_tokens
 
     def put(self, token: int) -> str:
-        """What can be shown with this token; often nothing."""
+        """Returns what can be shown with this token; often nothing."""
         return "" if token in self._end_tokens else self._filter.put(self._pieces.put(token))
 
     def rest(self) -> str:
-        """What is left when the request has finished."""
+        """Returns the rest after the last token."""
         return self._filter.put(self._pieces.rest()) + self._filter.rest()

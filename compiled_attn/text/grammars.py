@@ -1,9 +1,9 @@
-"""Grammars over the tokens of a model, by xgrammar (extra ``grammar``), and bounds of their size.
+"""Compiles grammars over a model's tokens with xgrammar (extra ``grammar``), up to a size limit.
 
-The bounds keep the compilation of most within a minute or so. The time grows with the tokens of the
-vocabulary times the places of a text where any of many characters may stand: classes, dots, strings
-of a schema that have a length; spelt out one behind the other with the square of these. Places that
-may be empty (``?``, ``*``) cost more than that: no bound of the text holds for all of them.
+The limits keep most compilations within about a minute. Time grows with vocabulary size times the
+places where any of many characters may stand: classes, dots, strings of a schema with a length. It
+grows with the square of places that follow each other, and faster for places that may be empty
+(``?``, ``*``): no limit of the text covers all of these.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from graphs.installation import install_command
 
 __all__ = ["Grammars", "too_large"]
 
-_MOST_TEXT, _MOST_LEVELS, _MOST_PLACES = 1 << 16, 64, 1024
-_PLACES_THAT_COST = 256  # of a repetition; further ones are the same to xgrammar
+_MAX_TEXT, _MAX_LEVELS, _MAX_PLACES = 1 << 16, 64, 1024
+_MAX_REPEATED = 256  # xgrammar needs no more time for further repetitions
 _QUOTED = re.compile(r'"(\\.|[^"\\])*"|\\.')
 _REPEATED = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _WIDE = re.compile(r"\\.|[.\[]")
 _CACHE_BYTES = 256 * 2**20
-_KEPT = 64  # grammars: a request asks for its own several times
+_MAX_CACHED = 64  # a request looks its grammar up several times
 _CONTROLS = {*range(32)} - {*b"\n\r"}
-_BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
-_THREADS = max(1, (os.cpu_count() or 1) // 4)  # of one compilation, beside a model that runs
-_PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
+_MAX_BLANKS = 24  # between two elements of JSON: models may repeat blanks without end
+_THREADS = max(1, (os.cpu_count() or 1) // 4)  # the rest runs the model
+_LOCATION = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
 
 
 def too_large(grammar: Grammar) -> str:
-    """Why a grammar would take too long to compile, or too much memory; empty if it would not."""
+    """Returns why a grammar takes too much time or memory to compile; empty if it does not."""
     text = grammar.text
-    if len(text) > _MOST_TEXT:
-        return f"it has {len(text):,} characters, more than {_MOST_TEXT:,}"
-    if _levels(text) > _MOST_LEVELS:
-        return f"it is nested more than {_MOST_LEVELS} levels deep"
-    if (places := _places(grammar)) > _MOST_PLACES:
+    if len(text) > _MAX_TEXT:
+        return f"it has {len(text):,} characters, more than {_MAX_TEXT:,}"
+    if _count_levels(text) > _MAX_LEVELS:
+        return f"it is nested more than {_MAX_LEVELS} levels deep"
+    if (places := _count_places(grammar)) > _MAX_PLACES:
         return (
             f"it has {places:,} places for any of several characters (classes, dots, minLength, "
-            f"maxLength, {{m,n}}, each repetition counted up to {_PLACES_THAT_COST}), more than "
-            f"{_MOST_PLACES:,}"
+            f"maxLength, {{m,n}}, each repetition counted up to {_MAX_REPEATED}), more than "
+            f"{_MAX_PLACES:,}"
         )
     return ""
 
@@ -66,7 +66,7 @@ def _unenforced(grammar: Grammar) -> str:
     return unenforced(json.loads(grammar.text))
 
 
-def _levels(text: str) -> int:
+def _count_levels(text: str) -> int:
     levels = most = 0
     for character in _QUOTED.sub("", text):
         levels += (character in "[{(") - (character in "]})")
@@ -74,74 +74,73 @@ def _levels(text: str) -> int:
     return most
 
 
-def _places(grammar: Grammar) -> int:
+def _count_places(grammar: Grammar) -> int:
     if grammar.kind != "json_schema":
-        return _of_expression(grammar.text)
+        return _expression_places(grammar.text)
     try:
-        return sum(_of_schema(json.loads(grammar.text)))
+        return sum(_schema_places(json.loads(grammar.text)))
     except ValueError:
-        return 0  # xgrammar tells what is wrong with it
+        return 0  # xgrammar says what is wrong with it
 
 
-def _of_schema(schema: Any) -> Iterator[int]:
+def _schema_places(schema: Any) -> Iterator[int]:
     if isinstance(schema, list):
         for each in schema:
-            yield from _of_schema(each)
+            yield from _schema_places(each)
     elif isinstance(schema, dict):
         for name, value in schema.items():
             if name in ("minLength", "maxLength") and isinstance(value, (int, float)):
-                yield int(min(max(value, 0), _PLACES_THAT_COST))
+                yield int(min(max(value, 0), _MAX_REPEATED))
             elif name == "pattern" and isinstance(value, str):
-                yield _of_expression(value)
+                yield _expression_places(value)
             elif name == "patternProperties" and isinstance(value, dict):
-                yield sum(map(_of_expression, value))
-            yield from _of_schema(value)
+                yield sum(map(_expression_places, value))
+            yield from _schema_places(value)
 
 
-def _of_expression(text: str) -> int:
+def _expression_places(text: str) -> int:
     repeated = _REPEATED.findall(text)
     counts = [max(int(number or 0) for number in found) for found in repeated]
-    return len(_WIDE.findall(text)) + sum(min(count, _PLACES_THAT_COST) for count in counts)
+    return len(_WIDE.findall(text)) + sum(min(count, _MAX_REPEATED) for count in counts)
 
 
 class Grammars:
-    """Compiles grammars for the tokens of a model, each once; for any number of threads.
+    """Compiles grammars for the tokens of a model and caches them; thread-safe.
 
-    xgrammar is imported when the first grammar comes.
+    Imports xgrammar with the first grammar.
 
     Args:
-        tokenizer: that of the model.
+        tokenizer: of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._compilers: dict[str, Any] = {}
-        self._known: dict[Grammar, Callable[[], Matcher]] = {}
-        self._held: weakref.WeakValueDictionary[Grammar, Any] = weakref.WeakValueDictionary()
+        self._cache: dict[Grammar, Callable[[], Matcher]] = {}
+        self._in_use: weakref.WeakValueDictionary[Grammar, Any] = weakref.WeakValueDictionary()
         self._vocab = 0
 
     def compiled(self, grammar: Grammar) -> Callable[[], Matcher]:
-        """What makes matchers, see `compiled_attn.engine.constraint.Grammars`.
+        """Returns a factory of matchers, see `compiled_attn.engine.constraint.Grammars`.
 
         Raises:
-            ConfigError: xgrammar refuses the grammar, no token can begin it, or it is not
-                installed.
+            ConfigError: xgrammar is not installed or refuses the grammar, or no token can begin it.
         """
         if (known := self.known(grammar)) is not None:
             return known
         with self._lock:
-            self._compilers = self._compilers or self._of_vocabulary()
+            self._compilers = self._compilers or self._make_compilers()
         if reason := too_large(grammar) or _unenforced(grammar):
             raise _refusal(grammar, reason)
         from xgrammar import GrammarMatcher
 
         try:
-            make = partial(GrammarMatcher, _compiled(self._compilers[grammar.kind], grammar))
+            make = partial(GrammarMatcher, _compile(self._compilers[grammar.kind], grammar))
             first = make()
             is_empty, can_begin = first.is_completed(), self.masks([first]).any()
         except RuntimeError as error:
-            reason = " ".join(_PLACE.sub("", str(error)).split())
+            reason = " ".join(_LOCATION.sub("", str(error)).split())
             raise _refusal(grammar, clipped(reason, 200)) from error
         if not can_begin:
             got = (
@@ -149,27 +148,26 @@ class Grammars:
             )
             raise _refusal(grammar, got)
         with self._lock:
-            self._known[grammar] = self._held[grammar] = make
-            while len(self._known) > _KEPT:
-                del self._known[next(iter(self._known))]  # the oldest
+            self._cache[grammar] = self._in_use[grammar] = make
+            while len(self._cache) > _MAX_CACHED:
+                del self._cache[next(iter(self._cache))]  # the oldest
         return make
 
     def known(self, grammar: Grammar) -> Callable[[], Matcher] | None:
-        """What `compiled` returned, while it is cached or anybody holds it; waits for nothing."""
-        return self._known.get(grammar) or self._held.get(grammar)
+        """Returns the result of `compiled` while it is cached or in use, else None; never waits."""
+        return self._cache.get(grammar) or self._in_use.get(grammar)
 
     def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
-        """Which tokens may come next, ``[n, ceil(vocab / 32)]``."""
+        """Returns a bit mask of the allowed next tokens, int32 ``[n, ceil(vocab / 32)]``."""
         from xgrammar import BatchGrammarMatcher
 
         masks = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
         BatchGrammarMatcher().batch_fill_next_token_bitmask([*matchers], masks)
-        # Where nearly all is allowed it sets the bits behind the last token too.
+        # Where nearly all tokens are allowed it sets the bits after the last one too.
         masks[:, -1] &= np.int32(0x7FFFFFFF >> (-self._vocab % 32 - 1) if self._vocab % 32 else -1)
         return masks
 
-    def _of_vocabulary(self) -> dict[str, Any]:
-        """Compilers of each kind of grammar over the tokens that stand for text."""
+    def _make_compilers(self) -> dict[str, Any]:
         try:
             from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
         except ImportError as error:
@@ -180,7 +178,7 @@ class Grammars:
         tokenizer = self._tokenizer.of_transformers
         try:
             texts = [*TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=[0]).decoded_vocab]
-        except Exception as error:  # of a kind of tokenizer that it does not know
+        except Exception as error:  # a kind of tokenizer that it does not know
             raise ConfigError(
                 f"model {self._tokenizer.model}: xgrammar cannot read its tokenizer: {error}: ask "
                 "without a grammar"
@@ -188,21 +186,21 @@ class Grammars:
         for number, token in tokenizer.added_tokens_decoder.items():
             texts[number] = b"" if number in self._tokenizer.special else token.content.encode()
         self._vocab = len(texts)
-        # xgrammar lets a string with a maxLength have what JSON must escape.
-        of_json = [b"" if _CONTROLS & {*text} else text for text in texts]
+        # In strings with a maxLength xgrammar allows characters that JSON must escape.
+        json_texts = [b"" if _CONTROLS & {*text} else text for text in texts]
 
-        def over(texts: list[bytes]) -> Any:
-            # No token ends a text here: which do is a matter of the request.
+        def compiler(texts: list[bytes]) -> Any:
+            # No end tokens: the request has them.
             vocabulary = TokenizerInfo(texts, VocabType.RAW, stop_token_ids=[])
             return GrammarCompiler(vocabulary, max_threads=_THREADS, cache_limit_bytes=_CACHE_BYTES)
 
-        plain = over(texts)
-        return {"json_schema": over(of_json), "regex": plain, "ebnf": plain}
+        plain = compiler(texts)
+        return {"json_schema": compiler(json_texts), "regex": plain, "ebnf": plain}
 
 
-def _compiled(compiler: Any, grammar: Grammar) -> Any:
+def _compile(compiler: Any, grammar: Grammar) -> Any:
     if grammar.kind == "json_schema":
-        return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=_BLANKS)
+        return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=_MAX_BLANKS)
     if grammar.kind == "regex":
         return compiler.compile_regex(grammar.text)
     return compiler.compile_grammar(grammar.text)
@@ -211,5 +209,5 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
 def _refusal(grammar: Grammar, reason: str) -> ConfigError:
     return ConfigError(
         f"expected a {_NAMES[grammar.kind]} that xgrammar takes, got {quoted(grammar.text)}: "
-        f"{reason}: mend it"
+        f"{reason}: correct it"
     )

@@ -1,4 +1,4 @@
-"""A model that is asked in text and answers in text."""
+"""Text in, text out: a model with its tokenizer on a warm engine."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ _log = logging.getLogger(__name__)
 class LLM:
     """A model with its tokenizer, on an engine that is warmed up.
 
-    Use it as a context manager, or call `close`, to free its graphs and its cache.
+    A context manager; leaving it, or `close`, frees graphs and cache.
 
     Args:
         model: as for `compiled_attn.models.load_model`: a directory, a GGUF file, ``"smollm2"``,
-            the id of a model in the local hub cache; or a causal LM of transformers, also as peft
-            wraps it, which is served as it is and gets its own attention back at `close`.
+            the id of a model in the local hub cache; or a causal LM of transformers, also wrapped
+            by peft, whose own attention `close` restores.
         config: sizes and policies of the engine. Compiled graphs are stored for the next start,
-            unless it says ``store=False``.
-        tokenizer: of transformers, or where `model` could lie; None: that of the model, which a
-            model object does not bring.
-        dtype: of the weights; None: float32, or as the model object is.
-        device: that the model is put on; None: the CPU, or where the model object is.
-        progress: called with the events of the warmup, see `graphs.progress_for`; None: shown if
-            stderr is a terminal, False: not.
+            unless it has ``store=False``.
+        tokenizer: of transformers, or a path as for `model`; None: that of the model. Required with
+            a model object.
+        dtype: of the weights; None: float32, or that of the model object.
+        device: of the model; None: the CPU, or that of the model object.
+        progress: called with the events of the warmup, see `graphs.progress_for`; None: shows them
+            if stderr is a terminal, False: does not.
 
     Attributes:
-        tokenizer: that of the model.
-        grammars: over its tokens.
-        model: what the engine runs.
+        tokenizer: of the model.
+        grammars: compiles grammars over its tokens.
+        model: that the engine runs.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded.
@@ -115,19 +115,19 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What serves the model; tokens go in and out there.
+        """The engine, for prompts and results in tokens.
 
         Raises:
-            RuntimeError: it was closed.
+            RuntimeError: the LLM was closed.
         """
         if self._engine is None:
             raise RuntimeError("expected an open LLM, got one that was closed: make a new one")
         return self._engine
 
     def close(self) -> None:
-        """Ends open requests, and frees graphs, cache and model; a second call does nothing.
+        """Aborts open requests, and frees graphs, cache and model; a second call does nothing.
 
-        A model object gets the attention back that it came with.
+        Restores the attention of a model object.
         """
         engine, self._engine = self._engine, None
         if engine is None:
@@ -153,17 +153,17 @@ class LLM:
         *,
         salt: Salt | Sequence[Salt] = None,
     ) -> list[Answer]:
-        """The answers to all prompts, served together, in the order of the prompts.
+        """Answers all prompts in one batch; returns answers in the order of the prompts.
 
-        With ``n`` continuations of a prompt there are as many answers, one after the other.
+        A prompt with ``n`` continuations has as many answers, one after the other.
 
         Args:
-            prompts: texts to go on with, or chats.
+            prompts: texts to continue, or chats.
             sampling: one for all, or one each.
             salt: one for all, or one each: only prompts of equal salt share blocks.
 
         Raises:
-            ConfigError: a prompt that can never be served, see `Tokenizer.encode` and
+            ConfigError: a prompt can never be served, see `Tokenizer.encode` and
                 `compiled_attn.engine.Engine.submit`; then none is.
         """
         if isinstance(prompts, (str, Mapping)):
@@ -182,14 +182,14 @@ class LLM:
         *,
         salt: Salt | Sequence[Salt] = None,
     ) -> list[Answer]:
-        """The next turn of a chat, or of several in their order, by the model's chat template.
+        """Answers one chat, or several in their order, with the model's chat template.
 
         Args:
             chats: the messages of one chat, which may be a single message, or a list of chats.
             sampling, salt: see `generate`.
 
         Raises:
-            ConfigError: see `generate`; or the model has no template.
+            ConfigError: see `generate`, or the model has no template.
         """
         given: object = chats
         if isinstance(given, str):
@@ -204,12 +204,12 @@ class LLM:
     def stream(
         self, prompt: Prompt | Message, sampling: SamplingParams | None = None, *, salt: Salt = None
     ) -> Generator[str, None, None]:
-        """The answer to a text, a chat or a message, in pieces of whole characters, as generated.
+        """Yields the answer to a text, a chat or a message in pieces of whole characters.
 
-        Closing the generator, or dropping it, aborts the request: its blocks are free at once.
+        Closing or dropping the generator aborts the request, which frees its blocks.
 
         Raises:
-            ConfigError: see `generate`; or several continuations are wanted.
+            ConfigError: see `generate`, or the sampling has several continuations.
             RuntimeError: at the first piece, while another stream of this model is open.
             RequestFailed: the request ended with an error.
         """
@@ -241,15 +241,14 @@ def _print_loading(model: str | Path) -> None:
 
 
 def _check_object(model: Any, tokenizer: Any, dtype: Any, device: Any) -> None:
-    """Raises TypeError unless a model object comes with a tokenizer and nothing that changes it."""
     kind = type(model).__name__
     if tokenizer is None:
         raise TypeError(
             f"expected a tokenizer with a model object, got a {kind} alone: pass "
-            "tokenizer=AutoTokenizer.from_pretrained(...), or where its files lie"
+            "tokenizer=AutoTokenizer.from_pretrained(...), or the path of its files"
         )
     if dtype is not None or device is not None:
         raise TypeError(
             f"expected no dtype or device with a model object, got a {kind} with dtype {dtype} and "
-            f"device {device}: convert it with model.to() before"
+            f"device {device}: convert it with model.to() first"
         )

@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas that xgrammar ignores, as tried with 0.2.8."""
+"""Finds keywords of JSON schemas that xgrammar ignores, as tried with 0.2.8."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _IMPLY_TYPE = {
     "array": ("items", "prefixItems", "unevaluatedItems"),
     "object": ("properties", "additionalProperties", "unevaluatedProperties"),
 }
-_DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""xgrammar reads one of these and nothing beside it."""
+_EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""xgrammar reads one of these, and no other keyword next to it."""
 _CONSTRAINTS = (
-    *_DECIDING,
+    *_EXCLUSIVE,
     *_NEEDS_TYPE,
     *(each for names in _IMPLY_TYPE.values() for each in names),
 )
-_OF_ONE = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
-_OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_KEYS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
+_LIST_KEYS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAP_KEYS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def unenforced(schema: Any) -> str:
-    """Names the first keyword that answers could violate, with a remedy; empty if there is none.
+    """Returns a message on the first keyword that answers could violate; empty if there is none.
 
     Keywords that only describe (``title``, ``default``, an unknown ``format``) are ignored, and
     ``oneOf`` is taken as ``anyOf``.
@@ -46,37 +46,37 @@ def unenforced(schema: Any) -> str:
         node = left.pop()
         if not isinstance(node, Mapping):
             continue
-        if reason := _of_node(node):
+        if reason := _check_node(node):
             return reason
-        left.extend(_below(node))
+        left.extend(_children(node))
     return ""
 
 
-def _below(node: Mapping[str, Any]) -> Iterator[Any]:
-    for name in _OF_ONE:
+def _children(node: Mapping[str, Any]) -> Iterator[Any]:
+    for name in _SCHEMA_KEYS:
         yield node.get(name)
-    for name in _OF_LISTS:
+    for name in _LIST_KEYS:
         if isinstance(found := node.get(name), list):
             yield from found
-    for name in _OF_NAMES:
+    for name in _MAP_KEYS:
         if isinstance(found := node.get(name), Mapping):
             yield from found.values()
 
 
-def _of_node(node: Mapping[str, Any]) -> str:
+def _check_node(node: Mapping[str, Any]) -> str:
     for name in _NEVER:
         if name in node and node[name] is not False:
             return f"the grammar does not enforce {name}"
-    deciding = next((each for each in _DECIDING if each in node), None)
-    if deciding is not None:
-        return _beside(node, deciding)
+    exclusive = next((each for each in _EXCLUSIVE if each in node), None)
+    if exclusive is not None:
+        return _next_to(node, exclusive)
     if "propertyNames" in node and node.get("properties"):
-        return "the grammar does not enforce propertyNames beside properties"
+        return "the grammar does not enforce propertyNames next to properties"
     for other in ("minLength", "maxLength", "format"):
         if "pattern" in node and other in node:
-            return f"the grammar does not enforce {other} beside pattern"
+            return f"the grammar does not enforce {other} next to pattern"
         if "format" in node and other in node and other != "format":
-            return f"the grammar does not enforce {other} beside format"
+            return f"the grammar does not enforce {other} next to format"
     for name, kind in _NEEDS_TYPE.items():
         implied = any(each in node for each in _IMPLY_TYPE.get(kind, ()))
         if name in node and "type" not in node and not implied:
@@ -84,10 +84,10 @@ def _of_node(node: Mapping[str, Any]) -> str:
     return _missing(node)
 
 
-def _beside(node: Mapping[str, Any], deciding: str) -> str:
+def _next_to(node: Mapping[str, Any], exclusive: str) -> str:
     for other in _CONSTRAINTS:
-        if other in node and other != deciding:
-            return f"the grammar does not enforce {other} beside {deciding}"
+        if other in node and other != exclusive:
+            return f"the grammar does not enforce {other} next to {exclusive}"
     branches = node.get("allOf")
     if isinstance(branches, list) and len(branches) > 1:
         return "the grammar does not enforce allOf of several schemas: merge them"

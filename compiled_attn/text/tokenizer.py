@@ -1,4 +1,4 @@
-"""The tokenizer of a model: prompts and chats to token ids, token ids to text."""
+"""The tokenizer of a model: encodes prompts and chats, decodes token ids."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ Message: TypeAlias = Mapping[str, str]
 """One turn of a chat: its ``role`` (system, user, assistant) and ``content``."""
 
 Prompt: TypeAlias = str | Sequence[Message]
-"""A text to go on with, or a chat to answer."""
+"""A text to continue, or a chat to answer."""
 
 REPLACEMENT = "\ufffd"
-"""What stands for bytes that are no character."""
+"""Stands for bytes that are no character."""
 _FILES = "tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json"
 
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
     chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_SHOWN}))
 }
-"""Bytes by the letters that stand for them in vocabularies of byte-level BPE, as GPT-2 has it."""
+"""Bytes by their letters in vocabularies of byte-level BPE (GPT-2)."""
 
 
 class Tokenizer:
-    """What turns text into the token ids of a model, and back; nothing is downloaded.
+    """Encodes text to the token ids of a model and decodes them; downloads nothing.
 
-    Special tokens, such as the end of a turn, are no part of a decoded text.
+    Special tokens, such as the end of a turn, are not part of a decoded text.
 
     Args:
         model: as for `compiled_attn.models.load_model`; or a tokenizer of transformers.
 
     Attributes:
-        model: what it was made of, or the name of that.
-        special: the ids that stand for no text.
-        longest: letters of the longest token.
+        model: the argument, or the name of the tokenizer.
+        special: ids that stand for no text.
+        longest: characters of the longest token.
 
     Raises:
-        ModelError: it has no tokenizer that transformers can read.
-        TypeError: it is neither a place nor a tokenizer of transformers.
+        ModelError: the model has no tokenizer that transformers can read.
+        TypeError: `model` is neither a path nor a tokenizer of transformers.
     """
 
     def __init__(self, model: str | Path | PreTrainedTokenizerBase) -> None:
@@ -62,6 +62,7 @@ class Tokenizer:
         self.special = frozenset(self._tokenizer.all_special_ids) | {
             number for number, token in added if token.special
         }
+        self._text_of_one: dict[int, str] = {}
         # Tokens of one byte each (SentencePiece): a run of them is decoded as a whole.
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         vocabulary = self._tokenizer.get_vocab()
@@ -70,16 +71,15 @@ class Tokenizer:
 
     @property
     def of_transformers(self) -> Any:
-        """What does the work."""
+        """The tokenizer of transformers."""
         return self._tokenizer
 
     def encode(self, prompt: Prompt | Message) -> list[int]:
-        """The ids of a text, with the special tokens that the model expects, or of a chat, which
-        may be a single message.
+        """Encodes a text, with the special tokens that the model expects, or a chat or message.
 
         Raises:
-            ConfigError: it is empty or has special tokens only, is not valid text, or is a chat
-                that the model has no template for, or whose template refuses it.
+            ConfigError: the prompt is empty, has special tokens only, is not valid text, or is a
+                chat without a template or that the template refuses.
         """
         is_text = isinstance(prompt, str)
         if isinstance(prompt, Mapping):
@@ -100,24 +100,27 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens without the special ones; a broken character is U+FFFD."""
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        """Decodes tokens without the special ones; an incomplete character is U+FFFD."""
+        if len(tokens) != 1:
+            return self._decode(tokens, skip_special_tokens=True)
+        (token,) = tokens
+        if (text := self._text_of_one.get(token)) is None:
+            text = self._text_of_one[token] = self._decode(tokens, skip_special_tokens=True)
         return text
 
     def text_of(self, token: int) -> str:
-        """The text of a token behind others, with the space that it may begin with; a special
-        one's name; U+FFFD where it is a part of a character; empty where it has none.
+        """Returns the text of a token after others, with its leading space.
+
+        A special token has its name, a part of a character U+FFFD.
         """
-        alone = self._decode_all([token])
+        alone = self._decode([token])
         if token in self.special:
             return alone
-        # A decoder drops a space at the beginning: what a second one adds is whole.
-        return self._decode_all([token, token]).removeprefix(alone)
+        # Decoders drop a leading space: a second token has it.
+        return self._decode([token, token]).removeprefix(alone)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for, where `text_of` has characters only."""
+        """Returns the bytes of a token, also where it is a part of a character."""
         text = self.text_of(token)
         if token in self._bytes:
             return bytes([int(self._tokenizer.convert_ids_to_tokens(token)[3:5], 16)])
@@ -128,42 +131,41 @@ class Tokenizer:
         return text.encode()
 
     def is_settled(self, tokens: Sequence[int], text: str) -> bool:
-        """Whether no token after these changes their text: it ends with a whole character."""
+        """Whether no further token changes the text of these: it ends with a whole character."""
         return not text.endswith(REPLACEMENT) and not self.is_in_run(tokens[-1])
 
     def is_in_run(self, token: int) -> bool:
-        """Whether a token is a byte of SentencePiece: a run of them is decoded as a whole, and one
-        that is no character makes none of all.
-        """
+        """Whether a token is a byte of SentencePiece, which is decoded with its neighbours."""
         return token in self._bytes
 
     def has_stop(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
-        """Whether the text of tokens has one of the strings, which the last token ends.
+        """Whether the text of tokens has one of the strings, completed by the last token.
 
-        Only the end of the text is looked at: a step costs the same however long an answer is.
+        Decodes only the end of the text: a step costs the same however long an answer is.
         """
         longest = max(map(len, stop))
         newest, count = len(self.decode(tokens[-1:])), 4
         while True:
             count = min(2 * count, len(tokens))
             text = self.decode(tokens[-count:])
-            # More than can matter: at the beginning a space or half a character may be lost.
+            # 2 more: the first token may lose a space or half a character.
             if count == len(tokens) or len(text) > longest + newest + 2:
                 return any(each in text for each in stop)
 
-    def _decode_all(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(tokens),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         return text
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """The text of a chat, up to where the answer begins."""
         check_messages(messages)
         if not self._tokenizer.chat_template:
             raise ConfigError(
-                f"model {self.model}: it has no chat template, expected chat_template.jinja beside "
-                "its weights: take an instruct model, or give a prompt of text"
+                f"model {self.model}: it has no chat template, expected chat_template.jinja next "
+                "to its weights: take an instruct model, or give a prompt of text"
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -182,7 +184,6 @@ class Tokenizer:
 
 
 def _checked(given: Any) -> tuple[str, Any]:
-    """The name of a tokenizer of transformers, and it."""
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(given, PreTrainedTokenizerBase):
@@ -213,7 +214,7 @@ def _load(model: str | Path) -> Any:
 
 def _without_tokenizer(model: str | Path) -> ModelError:
     return ModelError(
-        f"model {model}: it has no tokenizer, expected a tokenizer.json beside its weights: save "
+        f"model {model}: it has no tokenizer, expected a tokenizer.json next to its weights: save "
         "it there with save_pretrained"
     )
 

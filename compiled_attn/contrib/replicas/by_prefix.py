@@ -9,11 +9,11 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from compiled_attn.contrib.replicas.router import PrefixRouter, Route, prompt_keys
-from compiled_attn.serve.call import HEADER
+from compiled_attn.serve.context import SALT_HEADER
 
 __all__ = ["ByPrefix"]
 
-_SALT = HEADER.lower().encode()
+_SALT = SALT_HEADER.lower().encode()
 
 
 class ByPrefix(RequestRouter):  # type: ignore[misc]

@@ -13,8 +13,9 @@ from ray import serve
 from starlette.types import ASGIApp, Message
 
 from compiled_attn.errors import EngineStopped
-from compiled_attn.serve.app import app_of
-from compiled_attn.serve.served import Make, Served
+from compiled_attn.serve.app import create_app
+from compiled_attn.serve.metrics import Metrics
+from compiled_attn.serve.model import LoadModel, ServedModel
 from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["Replica", "State"]
@@ -42,11 +43,13 @@ class Replica:
         make: loads it and warms it up.
     """
 
-    def __init__(self, name: str, make: Make) -> None:
-        self._served = Served(name, make)
+    def __init__(self, name: str, make: LoadModel) -> None:
+        self._served = ServedModel(name, make)
         self._served.load()
+        self._metrics = Metrics(self._served)
         # The frontend has already limited the body, perhaps above the default.
-        self._app: ASGIApp = app_of(self._served, ServerSettings(max_body=sys.maxsize))
+        settings = ServerSettings(max_body=sys.maxsize)
+        self._app: ASGIApp = create_app(self._served, settings, self._metrics)
         self._last_poll = time.monotonic()
 
     async def check_health(self) -> None:
@@ -71,7 +74,7 @@ class Replica:
 
     async def metrics(self) -> tuple[int, str]:
         """Return number and metrics in Prometheus' format; waits for the running step."""
-        return _number(), (await asyncio.to_thread(self._served.metrics.exposition)).decode()
+        return _number(), (await asyncio.to_thread(self._metrics.exposition)).decode()
 
     async def answer(
         self, scope: Mapping[str, Any], body: bytes

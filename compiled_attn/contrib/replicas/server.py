@@ -20,7 +20,7 @@ from compiled_attn.contrib.replicas.fleet import Fleet
 from compiled_attn.contrib.replicas.replica import Replica
 from compiled_attn.errors import ConfigError, ModelError
 from compiled_attn.serve.guard import with_cors, with_limits
-from compiled_attn.serve.served import Make
+from compiled_attn.serve.model import LoadModel
 from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["run_fleet"]
@@ -28,7 +28,7 @@ __all__ = ["run_fleet"]
 
 def run_fleet(
     name: str,
-    make: Make,
+    make: LoadModel,
     count: int,
     listening: socket.socket,
     on_listening: Callable[[], None],
@@ -42,7 +42,7 @@ def run_fleet(
     """Serve until a signal; then finish open requests and accept no new ones.
 
     Args:
-        name, make: of the model, see `Served`; pickled.
+        name, make: of the model, see `ServedModel`; pickled.
         count: number of replicas.
         listening: socket of the frontend.
         on_listening: called when it listens.

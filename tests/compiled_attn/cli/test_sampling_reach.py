@@ -14,7 +14,8 @@ from transformers import GenerationConfig
 from compiled_attn.cli import sampling as command
 from compiled_attn.cli.options import RunOptions
 from compiled_attn.engine import Grammar, SamplingParams
-from compiled_attn.serve import body as server
+from compiled_attn.serve.http_errors import RequestError
+from compiled_attn.serve.requests import ChatRequest, CompletionRequest
 
 DEFAULTS = SamplingParams()
 FIELDS = {each.name for each in fields(SamplingParams)}
@@ -63,6 +64,14 @@ NOT_OF_A_COMMAND = {
 }
 
 
+def requested(body: dict[str, Any]) -> SamplingParams:
+    """The sampling of a chat, or of a completion where it has an echo."""
+    if "echo" in body:
+        return CompletionRequest.parse({"prompt": "x", **body}).sampling(GenerationConfig())
+    messages = [{"role": "user", "content": "x"}]
+    return ChatRequest.parse({"messages": messages, **body}).sampling(GenerationConfig())
+
+
 def test_each_field_has_a_value_that_is_not_its_default():
     assert VALUES.keys() == FIELDS
     assert all(getattr(SamplingParams(**{name: x}), name) != getattr(DEFAULTS, name)
@@ -71,8 +80,7 @@ def test_each_field_has_a_value_that_is_not_its_default():
 
 @pytest.mark.parametrize("name", sorted(FIELDS - NOT_OF_THE_SERVER.keys()))
 def test_a_field_reaches_the_protocol_of_the_server(name):
-    asked = BODIES.get(name, {name: VALUES[name]})
-    sampling, _ = server.sampling_of(asked, GenerationConfig())
+    sampling = requested(BODIES.get(name, {name: VALUES[name]}))
     assert getattr(sampling, name) == VALUES[name]
 
 
@@ -87,5 +95,5 @@ def test_what_is_left_out_is_not_there():
     options = {each.name for each in fields(RunOptions)}
     assert not options & NOT_OF_A_COMMAND.keys()
     for name in NOT_OF_THE_SERVER:
-        sampling, _ = server.sampling_of({name: VALUES[name]}, GenerationConfig())
-        assert getattr(sampling, name) == getattr(DEFAULTS, name)
+        with pytest.raises(RequestError, match=f"expected fields of the protocol, got {name}"):
+            requested({name: VALUES[name]})

@@ -35,17 +35,17 @@ def test_a_model_without_a_tokenizer_is_refused(command, model_dir):
 def test_a_port_in_use_is_refused(command, chat_dir):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = command("serve", chat_dir, "--port", port, *SMALL)
-    assert_refused(told, f"cannot listen at 127.0.0.1:{port}", "--port")
+        shown = command("serve", chat_dir, "--port", port, *SMALL)
+    assert_refused(shown, f"cannot listen at 127.0.0.1:{port}", "--port")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_ends_a_warmup(chat_dir: Path, number: int, code: int) -> None:
+def test_a_signal_ends_a_warmup(chat_dir, number, code):
     with started(chat_dir, until="warmup 1/", program=_SLOWLY) as (process, _):
         process.send_signal(number)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == code, told
-    assert "terminate" not in told and "Traceback" not in told
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == code, shown
+    assert "terminate" not in shown and "Traceback" not in shown
 
 
 _PROGRAM = "from compiled_attn.cli import main; main()"
@@ -99,13 +99,13 @@ def test_a_drain_shows_in_health_and_a_second_signal_ends_it(chat_dir, number):
         )
         next(iter(stream))
         process.send_signal(number)
-        told = ""
-        while "draining" not in told:
+        shown = ""
+        while "draining" not in shown:
             try:
                 urllib.request.urlopen(url.replace("/v1", "/health"))
             except urllib.error.HTTPError as error:
-                told = error.read().decode()
-        assert "draining, 1 requests open" in told
+                shown = error.read().decode()
+        assert "draining, 1 requests open" in shown
         with pytest.raises(openai.InternalServerError, match="one that stops"):
             client.completions.create(model="tiny", prompt="x", max_tokens=1)
         process.send_signal(number)

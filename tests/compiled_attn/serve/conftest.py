@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 
@@ -20,12 +19,12 @@ import openai
 import uvicorn
 
 from compiled_attn.engine import EngineConfig
-from compiled_attn.serve.app import app_of
-from compiled_attn.serve.served import Make, Served
-from compiled_attn.serve.server import bound
+from compiled_attn.serve.app import create_app
+from compiled_attn.serve.model import LoadModel, ServedModel
+from compiled_attn.serve.server import listen
 from compiled_attn.serve.settings import ServerSettings
 from compiled_attn.text import LLM
-from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
+from tests.compiled_attn.text.models import save_chat_model
 
 NAME = "tiny"
 
@@ -34,7 +33,7 @@ NAME = "tiny"
 class Running:
     """A server that runs: its model, its address, and a client."""
 
-    served: Served
+    model: ServedModel
     url: str
     client: openai.OpenAI
 
@@ -49,24 +48,24 @@ class Running:
     def wait(self, stage: str = "ready", seconds: float = 60) -> None:
         """Until the model is that far."""
         until = time.monotonic() + seconds
-        while self.served.stage != stage:
-            assert time.monotonic() < until, self.served.stage
-            assert self.served.error is None, self.served.error
+        while self.model.stage != stage:
+            assert time.monotonic() < until, self.model.stage
+            assert self.model.error is None, self.model.error
             time.sleep(0.01)
 
 
 @contextlib.contextmanager
-def running(make: Make, settings: ServerSettings | None = None) -> Iterator[Running]:
-    """A server of the model that `make` makes."""
-    served, listening = Served(NAME, make), bound("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app_of(served, settings), log_level="error"))
-    served.start(lambda: None)
+def running(load_model: LoadModel, settings: ServerSettings | None = None) -> Iterator[Running]:
+    """A server of the model that `load_model` returns."""
+    model, listening = ServedModel(NAME, load_model), listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(model, settings), log_level="error"))
+    model.start(lambda: None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     try:
-        yield Running(served, url, client)
+        yield Running(model, url, client)
     finally:
         server.should_exit = True
         thread.join()
@@ -74,11 +73,7 @@ def running(make: Make, settings: ServerSettings | None = None) -> Iterator[Runn
 
 @pytest.fixture(scope="session")
 def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    torch.manual_seed(0)
-    save_model(folder)
-    save_tokenizer(byte_level(), folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("model"))
 
 
 CONFIG = EngineConfig(
@@ -88,7 +83,7 @@ CONFIG = EngineConfig(
 
 @pytest.fixture(scope="session")
 def server(chat_dir: Path) -> Iterator[Running]:
-    with running(lambda told: LLM(chat_dir, CONFIG, progress=told)) as one:
+    with running(lambda progress: LLM(chat_dir, CONFIG, progress=progress)) as one:
         one.wait()
         yield one
 

@@ -27,9 +27,9 @@ def posted(server: Running, body, path: str = "/v1/completions", **more) -> tupl
     headers = {"Content-Type": "application/json", **more.pop("headers", {})}
     connection.request("POST", path, body, headers, **more)
     answer = connection.getresponse()
-    told = json.loads(answer.read())
+    got = json.loads(answer.read())
     connection.close()
-    return answer.status, told
+    return answer.status, got
 
 
 def test_a_body_that_is_too_large_is_refused_by_its_length(server):
@@ -45,16 +45,16 @@ def test_a_body_that_is_too_large_is_refused_by_its_length(server):
 
 
 def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(server):
-    status, told = posted(server, (b"x" * 2**16 for _ in range(100)), encode_chunked=True)
+    status, got = posted(server, (b"x" * 2**16 for _ in range(100)), encode_chunked=True)
     assert status == 413
-    assert "--max-body" in told["error"]["message"]
+    assert "--max-body" in got["error"]["message"]
 
 
 @pytest.mark.parametrize("kwargs", [5, "x", [1], True])
 def test_template_arguments_that_are_no_object_are_refused(server, kwargs):
     body = json.dumps({"model": NAME, "messages": SAID, "chat_template_kwargs": kwargs})
-    status, told = posted(server, body, "/v1/chat/completions")
-    assert status == 400 and "expected chat_template_kwargs" in told["error"]["message"]
+    status, got = posted(server, body, "/v1/chat/completions")
+    assert status == 400 and "expected chat_template_kwargs" in got["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_no_template_argument_is_an_error_of_the_server(server, kwargs, path):
     asked = {"messages": SAID} if "chat" in path else {"input": "hello"}
     most = "max_tokens" if "chat" in path else "max_output_tokens"
     body = {"model": NAME, **asked, most: 2, "chat_template_kwargs": kwargs}
-    status, told = posted(server, json.dumps(body), path)
-    assert status in (200, 400), told
+    status, got = posted(server, json.dumps(body), path)
+    assert status in (200, 400), got
 
 
 ODD = [True, -1, 1.5, 1e308, 10**30, "", "x", "\x00", [], [[]], [None], {}, {"a": [{}]}]
@@ -100,8 +100,8 @@ def test_no_value_in_any_field_is_an_error_of_the_server(server, odd, path):
            "parallel_tool_calls", "min_tokens", "ignore_eos", "repetition_penalty", "include",
            "presence_penalty", "frequency_penalty", "reasoning", "truncation")  # fmt: skip
     for name in (*own, *base):
-        status, told = posted(server, json.dumps({"model": NAME, **base, name: odd}), f"/v1/{path}")
-        assert status < 500, (name, odd, told)
+        status, got = posted(server, json.dumps({"model": NAME, **base, name: odd}), f"/v1/{path}")
+        assert status < 500, (name, odd, got)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_no_value_in_any_field_is_an_error_of_the_server(server, odd, path):
 )
 def test_no_message_is_an_error_of_the_server(server, message):
     body = json.dumps({"model": NAME, "messages": [message], "max_tokens": 1})
-    status, told = posted(server, body, "/v1/chat/completions")
-    assert status in (200, 400), told
+    status, got = posted(server, body, "/v1/chat/completions")
+    assert status in (200, 400), got
 
 
 LARGE = {
@@ -151,9 +151,9 @@ def test_large_bodies_are_refused_while_health_is_answered(server, name):
         assert answer.status == 200 and answer.read()
         answered += 1
     asking.join()
-    ((status, told),) = done
-    assert status == 400, told
-    assert len(told["error"]["message"]) < 1000
+    ((status, got),) = done
+    assert status == 400, got
+    assert len(got["error"]["message"]) < 1000
     assert answered > 1
 
 
@@ -174,7 +174,7 @@ def test_clients_that_leave_at_once_leave_no_request(server):
         gone.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         gone.close()
     until = time.monotonic() + 60
-    while server.served.open_requests or server.served.llm.engine.open_requests:
+    while server.model.open_requests or server.model.llm.engine.open_requests:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert server.client.completions.create(model=NAME, prompt="x", max_tokens=2).choices

@@ -9,9 +9,10 @@ import urllib.request
 import openai
 import pytest
 
-from compiled_attn.engine import SamplingParams
-from compiled_attn.serve.choices import merged_streams
-from compiled_attn.text import LLM
+from compiled_attn.engine import GenerationResult, SamplingParams
+from compiled_attn.serve.chat import usage_of
+from compiled_attn.serve.streaming import merge_streams
+from compiled_attn.text import LLM, AnswerPieces
 from tests.compiled_attn.serve.conftest import CONFIG, NAME, Running
 from tests.compiled_attn.text.models import SPECIAL
 
@@ -33,7 +34,7 @@ def text(server: Running, **more: object):
     return server.client.completions.create(**settings)
 
 
-def test_several_answers_are_those_of_the_seeds_that_follow(server: Running, alone: LLM):
+def test_several_answers_are_those_of_the_seeds_that_follow(server, alone):
     want = [each.text for each in alone_answers(alone, CHAT, n=3)]
     assert len({*want}) == 3
     given = chat(server, n=3)
@@ -45,34 +46,34 @@ def test_several_answers_are_those_of_the_seeds_that_follow(server: Running, alo
     assert [each.text for each in text(server, n=3).choices] == want
 
 
-def test_streams_of_several_answers_say_whose_each_piece_is(server: Running, alone: LLM):
-    told, ends = ["", "", ""], {}
+def test_streams_of_several_answers_say_whose_each_piece_is(server, alone):
+    texts, ends = ["", "", ""], {}
     for chunk in chat(server, n=3, stream=True):
         for choice in chunk.choices:
-            told[choice.index] += choice.delta.content or ""
+            texts[choice.index] += choice.delta.content or ""
             if choice.finish_reason:
                 ends[choice.index] = choice.finish_reason
-    assert told == [each.text for each in alone_answers(alone, CHAT, n=3)]
+    assert texts == [each.text for each in alone_answers(alone, CHAT, n=3)]
     assert ends == {0: "length", 1: "length", 2: "length"}
-    told = ["", ""]
+    texts = ["", ""]
     for chunk in text(server, n=2, stream=True):
-        told[chunk.choices[0].index] += chunk.choices[0].text
-    assert told == [each.text for each in alone_answers(alone, "over the sea", n=2)]
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [each.text for each in alone_answers(alone, "over the sea", n=2)]
 
 
-def test_a_reader_of_several_streams_that_goes_away_leaves_no_request(server: Running):
+def test_a_reader_of_several_streams_that_goes_away_leaves_no_request(server):
     chunks = chat(server, n=4, stream=True, max_tokens=200)
     next(iter(chunks))
     chunks.close()
     for _ in range(500):
-        if not server.served.llm.engine.open_requests:
+        if not server.model.llm.engine.open_requests:
             break
         server.get("/health")
-    assert not server.served.llm.engine.open_requests
+    assert not server.model.llm.engine.open_requests
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_chat_tells_log_probabilities_whole_and_as_a_stream(server: Running, alone: LLM, n: int):
+def test_a_chat_has_log_probabilities_whole_and_as_a_stream(server, alone, n):
     tokenizer = alone.tokenizer
     want = alone_answers(alone, CHAT, n=n, logprobs=2)
     whole = chat(server, n=n, logprobs=True, top_logprobs=2).choices
@@ -92,14 +93,14 @@ def test_a_chat_tells_log_probabilities_whole_and_as_a_stream(server: Running, a
                     tokenizer.text_of(token) for token, _ in each.top
                 ]
             shown = [each.bytes for each in given if each.token not in SPECIAL]
-            told = bytes(byte for each in shown for byte in each)
-            assert told.decode(errors="replace") == answer.text
+            text = bytes(byte for each in shown for byte in each)
+            assert text.decode(errors="replace") == answer.text
     plain = chat(server, logprobs=True).choices[0].logprobs.content
     assert [each.top_logprobs for each in plain] == [[]] * 12
     assert chat(server).choices[0].logprobs is None
 
 
-def test_a_text_tells_log_probabilities_whole_and_as_a_stream(server: Running, alone: LLM):
+def test_a_text_has_log_probabilities_whole_and_as_a_stream(server, alone):
     (want,) = alone_answers(alone, "over the sea", logprobs=3)
     whole = text(server, logprobs=3).choices[0].logprobs
     parts = [chunk.choices[0].logprobs for chunk in text(server, logprobs=3, stream=True)]
@@ -134,9 +135,9 @@ def test_tokens_within_a_character_have_its_bytes_and_its_place(server, alone, s
     parts = [each.choices[0] for each in given] if stream else [given.choices[0]]
     whole = "".join(part.text for part in parts)
     assert whole == json.dumps(LETTERS, ensure_ascii=False)
-    told = [part.logprobs for part in parts if part.logprobs]
-    offsets = [at for part in told for at in part.text_offset]
-    names = [name for part in told for name in part.tokens]
+    scores = [part.logprobs for part in parts if part.logprobs]
+    offsets = [at for part in scores for at in part.text_offset]
+    names = [name for part in scores for name in part.tokens]
     for at, name in zip(offsets, names, strict=True):
         assert whole.startswith(name, at) or (name == "\ufffd" and ord(whole[at]) > 127)
     assert max(map(offsets.count, offsets)) == 4 - ("\U0001f389" in names)  # a token a byte
@@ -168,15 +169,15 @@ ASKED = {"completions": {"prompt": "over the sea"}, "chat/completions": {"messag
 def test_a_stream_says_that_it_is_done_and_what_it_used_if_asked(server, path, n):
     *chunks, end = events_of(server, path, n=n, **ASKED[path])
     assert end == "[DONE]"
-    assert all("usage" not in (told := json.loads(each)) and told["choices"] for each in chunks)
+    assert all("usage" not in (parsed := json.loads(each)) and parsed["choices"] for each in chunks)
     options = {"include_usage": True}
     *chunks, last, end = events_of(server, path, n=n, stream_options=options, **ASKED[path])
-    told, usage = [*map(json.loads, chunks)], json.loads(last)
+    parsed, usage = [*map(json.loads, chunks)], json.loads(last)
     assert (
         end == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 4 * n
     )
-    assert usage["id"] == told[0]["id"]
-    assert all(each["choices"] and "usage" not in each for each in told)
+    assert usage["id"] == parsed[0]["id"]
+    assert all(each["choices"] and "usage" not in each for each in parsed)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -193,9 +194,9 @@ def test_the_official_client_reads_the_usage_of_a_stream(server, n):
 
 
 def test_several_answers_are_taken_as_a_whole_or_refused_as_a_whole(server):
-    owner = server.served.engine._owner
-    before, room = owner._max_waiting, server.served.engine.engine.config.max_seqs
-    tokens = server.served.llm.engine.report().generated_tokens
+    owner = server.model.engine._owner
+    before, room = owner._max_waiting, server.model.engine.engine.config.max_seqs
+    tokens = server.model.llm.engine.report().generated_tokens
     owner._max_waiting = 0
     try:
         for stream in (False, True):
@@ -204,67 +205,67 @@ def test_several_answers_are_taken_as_a_whole_or_refused_as_a_whole(server):
         assert len(chat(server, n=room, max_tokens=1).choices) == room
     finally:
         owner._max_waiting = before
-    assert server.served.llm.engine.report().generated_tokens == tokens + room
+    assert server.model.llm.engine.report().generated_tokens == tokens + room
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers_compute_their_prompt_once(server, stream):
     own = {"X-Cache-Salt": f"once {stream}"}
-    before = server.served.llm.engine.report()
+    before = server.model.llm.engine.report()
     given = chat(server, n=4, max_tokens=2, extra_headers=own, stream=stream)
     assert [*given]
-    after = server.served.llm.engine.report()
-    prompt = len(server.served.llm.tokenizer.encode(CHAT))
+    after = server.model.llm.engine.report()
+    prompt = len(server.model.llm.tokenizer.encode(CHAT))
     assert after.prompt_tokens - before.prompt_tokens == 4 * prompt
     # The others compute no block of it, but the last token, and the second of each answer.
     assert after.computed_tokens - before.computed_tokens <= prompt + 3 * CONFIG.block_size + 4
 
 
-def test_usage_of_several_prompts_counts_each_once_whichever_stream_ends_first():
+def test_usage_of_several_prompts_counts_each_once():
     """Two answers each to prompts of 5 and of 300 tokens, of which 2 and 40 were cached."""
-
-    async def stream(prompt: int, cached: int, own: int, wait: asyncio.Event, done: asyncio.Event):
-        yield 'data: {"choices": [{}]}\n\n'
-        await wait.wait()
-        usage = {"prompt_tokens": prompt, "completion_tokens": own}
-        usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        yield f"data: {json.dumps({'choices': [{}], 'usage': usage})}\n\n"
-        done.set()
-
-    async def read(order: list[int]):
-        events = [asyncio.Event() for _ in range(5)]
-        turn = {each: at for at, each in enumerate(order)}
-        asked = [(5, 2, 10), (5, 4, 20), (300, 40, 30), (300, 299, 40)]
-        streams = [
-            stream(*each, events[turn[at]], events[turn[at] + 1]) for at, each in enumerate(asked)
-        ]
-        events[0].set()
-        return [json.loads(each[6:]) async for each in merged_streams(streams, 2)]
-
-    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]):
-        *chunks, last = asyncio.run(read(order))
-        assert not any("usage" in each for each in chunks)
-        assert last["usage"] == {
-            "prompt_tokens": 305,
-            "completion_tokens": 100,
-            "total_tokens": 405,
-            "prompt_tokens_details": {"cached_tokens": 42},
-        }
+    given = [(5, 2, 10), (5, 4, 20), (300, 40, 30), (300, 299, 40)]
+    results = [
+        GenerationResult(
+            0, [1] * prompt, [1] * own, "stop", 0, 0, SamplingParams(), 0, cached_tokens=cached
+        )
+        for prompt, cached, own in given
+    ]
+    usage = usage_of(results, 2)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (305, 100, 405)
+    assert usage.prompt_tokens_details.cached_tokens == 42
 
 
 def test_the_first_stream_that_fails_ends_all():
-    async def told(*events: str):
-        for event in events:
-            yield event
+    waiting = asyncio.Event()
 
     async def failing():
-        yield 'data: {"choices": [{}]}\n\n'
+        yield "a"
         raise RuntimeError("torn")
 
-    async def read(*streams):
-        return [json.loads(each[6:]) async for each in merged_streams([*streams], len(streams))]
+    async def endless():
+        try:
+            await asyncio.Event().wait()
+            yield ""
+        finally:
+            waiting.set()
 
-    error = told('data: {"error": "too long"}\n\n')
-    assert asyncio.run(read(error, told()))[-1] == {"error": "too long"}
-    with pytest.raises(RuntimeError, match="torn"):
-        asyncio.run(read(failing(), told()))
+    async def main():
+        events = []
+        with pytest.raises(RuntimeError, match="torn"):
+            async for event in merge_streams([failing(), endless()]):
+                events.append(event)
+        await asyncio.wait_for(waiting.wait(), 60)
+        return events
+
+    assert asyncio.run(main()) == ["a"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", ASKED)
+def test_an_error_in_a_stream_is_its_last_event(server, monkeypatch, path, n):
+    def fail(self, token):
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(AnswerPieces, "put", fail)
+    *_, error, end = events_of(server, path, n=n, **ASKED[path])
+    assert json.loads(error)["error"]["message"] == "torn" and end == "[DONE]"

@@ -10,7 +10,7 @@ import pytest
 
 from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.text import LLM
-from tests.compiled_attn.serve.conftest import NAME, Running
+from tests.compiled_attn.serve.conftest import NAME
 
 pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
 
@@ -40,7 +40,7 @@ def alone_text(alone: LLM, prompt: object, **more: object) -> str:
     return alone.generate([prompt], params)[0].text
 
 
-def test_a_chat_answers_in_json_of_the_schema_whole_and_as_a_stream(server: Running, alone: LLM):
+def test_a_chat_answers_in_json_of_the_schema_whole_and_as_a_stream(server, alone):
     bias = unlikely(alone)
     settings = {"model": NAME, "messages": CHAT, "max_tokens": 60, "response_format": FORMAT}
     settings["logit_bias"] = bias
@@ -53,7 +53,7 @@ def test_a_chat_answers_in_json_of_the_schema_whole_and_as_a_stream(server: Runn
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_text_is_gone_on_with_in_json(server: Running, alone: LLM):
+def test_a_text_is_gone_on_with_in_json(server, alone):
     bias = unlikely(alone)
     settings = {"model": NAME, "prompt": "over the sea", "max_tokens": 60, "logit_bias": bias}
     given = server.client.completions.create(**settings, extra_body={"response_format": FORMAT})
@@ -61,7 +61,7 @@ def test_a_text_is_gone_on_with_in_json(server: Running, alone: LLM):
     assert fits(given.choices[0].text)
 
 
-def test_a_response_has_its_format_in_its_text(server: Running, alone: LLM):
+def test_a_response_has_its_format_in_its_text(server, alone):
     text = {"format": {"type": "json_schema", "name": "found", "schema": SCHEMA}}
     settings = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 60, "text": text}
     whole = server.client.responses.create(**settings)
@@ -71,7 +71,7 @@ def test_a_response_has_its_format_in_its_text(server: Running, alone: LLM):
     assert deltas == whole.output_text
 
 
-def test_any_object_and_any_text_can_be_asked_for(server: Running, alone: LLM):
+def test_any_object_and_any_text_can_be_asked_for(server, alone):
     settings = {"model": NAME, "messages": CHAT, "max_tokens": 4}
     asked = server.client.chat.completions.create
     given = asked(**settings, response_format={"type": "json_object"}).choices[0].message.content
@@ -82,21 +82,21 @@ def test_any_object_and_any_text_can_be_asked_for(server: Running, alone: LLM):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("schema", [{"type": "moon"}, {"enum": []}, {"$ref": "#/nope"}])
-def test_a_schema_that_is_refused_is_told_in_a_sentence(server: Running, schema, stream):
+def test_a_schema_that_is_refused_is_a_bad_request(server, schema, stream):
     given = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as raised:
         server.client.chat.completions.create(
             model=NAME, messages=CHAT, response_format=given, stream=stream
         )
-    message = told.value.body["message"]
+    message = raised.value.body["message"]
     assert message.startswith("expected a JSON schema that xgrammar takes, got ")
-    assert "\n" not in message and not server.served.llm.engine.open_requests
+    assert "\n" not in message and not server.model.llm.engine.open_requests
 
 
-def test_without_xgrammar_a_format_is_refused_with_the_remedy(server: Running, monkeypatch):
+def test_without_xgrammar_a_format_is_refused_with_the_remedy(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    for kept in ("_compilers", "_known", "_held"):
-        monkeypatch.setattr(server.served.llm.grammars, kept, {})
+    for name in ("_compilers", "_cache", "_in_use"):
+        monkeypatch.setattr(server.model.llm.grammars, name, {})
     with pytest.raises(openai.BadRequestError, match=r"\[grammar\]"):
         server.client.chat.completions.create(
             model=NAME, messages=CHAT, response_format={"type": "json_object"}

@@ -21,7 +21,7 @@ SETTINGS = ServerSettings(api_key=KEY, cors_origins=(ORIGIN,), access_log=True, 
 
 @pytest.fixture(scope="module")
 def guarded(chat_dir):
-    with running(lambda told: LLM(chat_dir, CONFIG, progress=told), SETTINGS) as one:
+    with running(lambda progress: LLM(chat_dir, CONFIG, progress=progress), SETTINGS) as one:
         one.wait()
         yield one
 
@@ -35,10 +35,10 @@ def test_another_key_is_refused_in_the_form_of_openai(guarded, key):
     request = urllib.request.Request(
         f"{guarded.url}/v1/models", headers={"Authorization": f"Bearer {key}"}
     )
-    with pytest.raises(urllib.error.HTTPError) as told:
+    with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(request)
-    error = json.loads(told.value.read())["error"]
-    assert told.value.code == 401
+    error = json.loads(raised.value.read())["error"]
+    assert raised.value.code == 401
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     assert key not in error["message"] and KEY not in error["message"]
 
@@ -105,6 +105,6 @@ def test_ids_are_those_of_openai(server):
         assert response.id.startswith("resp_") and not response.id.startswith("resp_resp_")
 
 
-def test_the_version_is_told_and_no_page_loads_scripts_from_elsewhere(server):
+def test_the_version_is_shown_and_no_page_loads_scripts_from_elsewhere(server):
     assert json.loads(server.get("/version")[1]) == {"version": __version__}
     assert {server.get(path)[0] for path in ("/docs", "/redoc", "/openapi.json")} == {404}

@@ -28,7 +28,7 @@ def test_what_is_served_is_counted(server):
 
     assert more("requests_total") == 1
     assert more("bucket_hits_total") == 5
-    prompt = len(server.served.llm.tokenizer.encode("the moon"))
+    prompt = len(server.model.llm.tokenizer.encode("the moon"))
     assert more("tokens_total") == 5 + prompt + (prompt + 4)
     assert after["compiled_attn_compiles_after_warmup_total"] == 0
     assert after["compiled_attn_ready"] == 1

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from compiled_attn.engine import GenerationResult, SamplingParams, TokenLogprobs
-from compiled_attn.serve.choices import placed
+from compiled_attn.serve.token_logprobs import scored_tokens
 from compiled_attn.text import LLM
 from tests.compiled_attn.serve.conftest import NAME, Running
 
@@ -33,13 +33,13 @@ def test_several_prompts_are_answered_in_their_order(server, alone, as_tokens, n
     prompts, own = sum(map(len, ids)), 8 * n * len(TEXTS)
     assert given.usage.prompt_tokens == prompts and given.usage.completion_tokens == own
     assert given.usage.total_tokens == prompts + own
-    told, usage = [""] * len(want), None
+    texts, usage = [""] * len(want), None
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for chunk in text(server, ids if as_tokens else TEXTS, n=n, **options):
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            told[choice.index] += choice.text
-    assert told == want
+            texts[choice.index] += choice.text
+    assert texts == want
     assert (usage.prompt_tokens, usage.completion_tokens) == (prompts, own)
 
 
@@ -66,21 +66,21 @@ def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(server, alone,
             assert choice.text == TEXTS[0] + answer.text
             scores = [*answer.result.prompt_logprobs, *answer.result.logprobs]
             tokens = [*ids, *answer.result.tokens]
-            told = choice.logprobs
-            assert told.tokens == [*map(alone.tokenizer.text_of, tokens)]
-            assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+            scored = choice.logprobs
+            assert scored.tokens == [*map(alone.tokenizer.text_of, tokens)]
+            assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None
             values = [each.logprob for each in scores[1:]]
-            assert told.token_logprobs[1:] == pytest.approx(values, abs=1e-4)
-            for token, at in zip(told.tokens[: len(ids)], told.text_offset, strict=False):
+            assert scored.token_logprobs[1:] == pytest.approx(values, abs=1e-4)
+            for token, at in zip(scored.tokens[: len(ids)], scored.text_offset, strict=False):
                 assert choice.text.startswith(token, at)
-            assert told.text_offset[len(ids)] == len(TEXTS[0])
+            assert scored.text_offset[len(ids)] == len(TEXTS[0])
     assert text(server, TEXTS[0], echo=True).choices[0].text == TEXTS[0] + want[0].text
     assert text(server, TEXTS[0], echo=True).choices[0].logprobs is None
     with pytest.raises(openai.BadRequestError, match="echo is not served in streams"):
         text(server, TEXTS[0], echo=True, stream=True)
 
 
-def test_an_echo_keeps_the_token_that_ends_the_answer(alone):
+def test_an_echo_has_the_token_that_ends_the_answer(alone):
     """Who scores a text takes one token off the end, whichever it is."""
     ids, end = alone.tokenizer.encode(TEXTS[0]), alone.tokenizer.of_transformers.eos_token_id
     scores = {token: TokenLogprobs(token, -float(token), ()) for token in (*ids, 5, end)}
@@ -88,29 +88,29 @@ def test_an_echo_keeps_the_token_that_ends_the_answer(alone):
     result = GenerationResult(
         0, ids, [5, end], "stop", 0, 0, SamplingParams(), 0, "", 0, [scores[5], scores[end]], prompt
     )
-    for echoes, tokens in ((False, [5]), (True, [*ids, 5, end])):
-        told = placed(result, alone.tokenizer, {end}, echoes=echoes)
-        assert [each.token for each in told] == tokens
-        assert all(each.scores is scores[each.token] for each in told[echoes:])
-    assert told[0].scores is None and told[-1].offset == len(alone.tokenizer.decode([*ids, 5]))
+    for echo, tokens in ((False, [5]), (True, [*ids, 5, end])):
+        given = scored_tokens(result, alone.tokenizer, {end}, echo=echo)
+        assert [each.token for each in given] == tokens
+        assert all(each.scores is scores[each.token] for each in given[echo:])
+    assert given[0].scores is None and given[-1].offset == len(alone.tokenizer.decode([*ids, 5]))
 
 
 def test_what_the_queue_never_holds_is_refused_before_it_is_read(server):
-    most = server.served.engine.most_requests
+    most = server.model.engine.most_requests
     with pytest.raises(openai.BadRequestError, match=f"at most {most} answers .*, got {most + 1}"):
         text(server, ["x"] * (most + 1))
     with pytest.raises(openai.BadRequestError, match=f"got {2 * most}"):
         text(server, [[5]] * most, n=2)
 
 
-def test_what_cannot_be_served_of_several_leaves_none_behind(server):
-    before = server.served.llm.engine.report().generated_tokens
+def test_what_cannot_be_served_of_several_leaves_none_open(server):
+    before = server.model.llm.engine.report().generated_tokens
     for prompts in ([[5], [9999]], [[5], [5] * 300]):
         with pytest.raises(openai.BadRequestError):
             text(server, prompts, max_tokens=100)
     for _ in range(500):
-        if not server.served.llm.engine.open_requests:
+        if not server.model.llm.engine.open_requests:
             break
         server.get("/health")
-    assert not server.served.llm.engine.open_requests
-    assert server.served.llm.engine.report().generated_tokens == before
+    assert not server.model.llm.engine.open_requests
+    assert server.model.llm.engine.report().generated_tokens == before

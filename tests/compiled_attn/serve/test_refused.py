@@ -158,14 +158,14 @@ def send(server: Running, kind: str, fields: dict):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_request_is_told_in_a_sentence(server, name, stream):
+def test_a_bad_request_is_answered_with_a_sentence(server, name, stream):
     kind, fields, sentence = REFUSED[name]
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as raised:
         send(server, kind, {**fields, "stream": stream})
-    assert sentence in told.value.body["message"]
-    assert told.value.body["type"] == "invalid_request_error"
-    assert "\n" not in told.value.body["message"]
-    assert not server.served.llm.engine.open_requests
+    assert sentence in raised.value.body["message"]
+    assert raised.value.body["type"] == "invalid_request_error"
+    assert "\n" not in raised.value.body["message"]
+    assert not server.model.llm.engine.open_requests
 
 
 def test_another_model_is_not_found(server):
@@ -184,10 +184,10 @@ def refusal(server: Running, body: bytes) -> str:
     request = urllib.request.Request(
         f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
     )
-    with pytest.raises(urllib.error.HTTPError) as told:
+    with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(request)
-    assert told.value.code == 400
-    return json.loads(told.value.read())["error"]["message"]
+    assert raised.value.code == 400
+    return json.loads(raised.value.read())["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b"{no json", b"[]", b""])
@@ -197,8 +197,8 @@ def test_a_body_that_is_no_object_is_refused(server, body):
 
 @pytest.mark.parametrize("levels", [100, 700, 20_000])
 def test_a_body_of_very_many_levels_is_refused(server, levels):
-    told = refusal(server, b'{"prompt": %b%b}' % (b"[" * levels, b"]" * levels))
-    assert told and "\n" not in told
+    got = refusal(server, b'{"prompt": %b%b}' % (b"[" * levels, b"]" * levels))
+    assert got and "\n" not in got
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": "a\\ud800"}', b'{"prompt": "a", "\\ud800": 1}'])

@@ -1,4 +1,4 @@
-"""The start of a server: it answers at once that it warms up, and what ends it is told."""
+"""The start of a server: `/health` reports the warmup, and an error ends the server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from compiled_attn.errors import ConfigError, ModelError
-from compiled_attn.serve.served import Served
-from compiled_attn.serve.server import bound, run
+from compiled_attn.serve.model import ServedModel
+from compiled_attn.serve.server import listen, run
 from compiled_attn.text import LLM
 from tests.compiled_attn.serve.conftest import CONFIG, NAME, running
 
@@ -18,21 +18,21 @@ from tests.compiled_attn.serve.conftest import CONFIG, NAME, running
 def test_health_counts_the_graphs_until_the_warmup_is_done(chat_dir):
     go_on, stages = threading.Event(), []
 
-    def make(told):
+    def load(on_bucket):
         def each(event):
-            told(event)
+            on_bucket(event)
             stages.append(server.get("/health"))
             if event.index == 1:
                 go_on.wait(30)
 
         return LLM(chat_dir, CONFIG, progress=each)
 
-    with running(make) as server:
+    with running(load) as server:
         while not any("1 of" in text for _, text in stages):
-            assert server.served.error is None, server.served.error
-        with pytest.raises(openai.InternalServerError, match="warming up, 1 of") as told:
+            assert server.model.error is None, server.model.error
+        with pytest.raises(openai.InternalServerError, match="warming up, 1 of") as raised:
             server.client.completions.create(model=NAME, prompt="x", max_tokens=2)
-        assert told.value.status_code == 503
+        assert raised.value.status_code == 503
         figures = server.get("/metrics")[1].splitlines()
         assert 'compiled_attn_ready{model_name="tiny"} 0.0' in figures
         go_on.set()
@@ -44,35 +44,35 @@ def test_health_counts_the_graphs_until_the_warmup_is_done(chat_dir):
 
 
 def test_what_ends_the_start_ends_the_server():
-    def make(told):
+    def load(on_bucket):
         raise ModelError("no such weights")
 
     with pytest.raises(ModelError, match="no such weights"):
-        run(Served(NAME, make), bound("127.0.0.1", 0), lambda: None)
+        run(ServedModel(NAME, load), listen("127.0.0.1", 0), lambda: None)
 
 
-def test_a_port_in_use_is_told_with_the_remedy():
-    with bound("127.0.0.1", 0) as taken:
+def test_a_port_in_use_is_refused_with_the_remedy():
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*--port"):
-            bound("127.0.0.1", port)
+            listen("127.0.0.1", port)
 
 
-def test_a_start_is_given_up_behind_the_graph_that_it_is_at():
+def test_a_start_ends_after_the_graph_that_is_being_captured():
     at_a_graph, go_on = threading.Event(), threading.Event()
 
-    def make(told):
+    def load(on_bucket):
         at_a_graph.set()
         assert go_on.wait(60)
-        told(None)
+        on_bucket(None)
         raise AssertionError("it went on")
 
-    served = Served(NAME, make)
-    assert served.give_up(0)  # not begun
-    served = Served(NAME, make)
-    served.start(lambda: None)
+    model = ServedModel(NAME, load)
+    assert model.cancel_start(0)  # not begun
+    model = ServedModel(NAME, load)
+    model.start(lambda: None)
     assert at_a_graph.wait(60)
-    assert not served.give_up(0.05)
+    assert not model.cancel_start(0.05)
     go_on.set()
-    assert served.give_up(60)
-    assert not isinstance(served.error, AssertionError)
+    assert model.cancel_start(60)
+    assert not isinstance(model.error, AssertionError)

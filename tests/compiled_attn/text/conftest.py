@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from compiled_attn import LLM
 from compiled_attn.engine import EngineConfig
@@ -13,6 +12,7 @@ from compiled_attn.text import Tokenizer
 from tests.compiled_attn.text.models import (
     byte_fallback,
     byte_level,
+    save_chat_model,
     save_model,
     save_tokenizer,
 )
@@ -20,11 +20,7 @@ from tests.compiled_attn.text.models import (
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    save_model(folder)
-    save_tokenizer(byte_level(), folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -30,7 +31,7 @@ def byte_level(vocab: int = 256) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Words behind a sign for the space, and bytes for what has no token, as of SentencePiece."""
+    """Words after a sign for the space, and bytes for the rest, like SentencePiece."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁b"]
     made = Tokenizer(
         models.BPE(
@@ -74,3 +75,11 @@ def save_model(folder: Path, vocab: int = 272, end: int | None = None) -> None:
         eos_token_id=end,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def save_chat_model(folder: Path, end: int | None = None) -> Path:
+    """A model with random weights of seed 0, a byte-level tokenizer and a chat template."""
+    torch.manual_seed(0)
+    save_model(folder, end=end)
+    save_tokenizer(byte_level(), folder)
+    return folder

@@ -43,7 +43,7 @@ def test_only_what_may_become_a_stop_string_is_held_back():
     assert filtered.put("Hello\n") == "Hello"
     assert filtered.put("\nUs") == ""
     assert filtered.put("ed it E") == "\n\nUsed it "
-    assert (filtered.put("ND of it"), filtered.rest(), filtered.has_ended) == ("", "", True)
+    assert (filtered.put("ND of it"), filtered.rest(), filtered.has_stopped) == ("", "", True)
 
 
 def test_without_stop_strings_every_piece_is_shown_as_it_comes():

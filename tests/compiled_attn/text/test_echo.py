@@ -1,4 +1,4 @@
-"""The text of an answer behind that of its prompt."""
+"""Answers after the text of their prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_wherever_a_text_is_cut_its_echo_is_the_whole(tokenizer, text):
         assert echo(tokenizer, tokens[:cut], tokens[cut:]) == tokenizer.decode(tokens)
 
 
-def test_the_end_and_what_is_behind_a_stop_string_are_not_shown(tokenizer):
+def test_the_end_and_what_follows_a_stop_string_are_not_shown(tokenizer):
     prompt, tokens = tokenizer.encode("over the"), tokenizer.encode(" sea and the land")
     end = tokenizer.of_transformers.eos_token_id
     whole = tokenizer.decode([*prompt, *tokens])

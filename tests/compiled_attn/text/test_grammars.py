@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -24,7 +23,7 @@ from compiled_attn.engine.asynchronous import Compiling
 from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.errors import ConfigError, QueueFull, RequestCancelled
 from compiled_attn.text import Answer, Grammars, Tokenizer
-from tests.compiled_attn.text.models import END, byte_level, save_model, save_tokenizer
+from tests.compiled_attn.text.models import END, save_chat_model
 
 QUICK = settings(
     deadline=None,
@@ -203,11 +202,7 @@ def test_bytes_for_what_has_no_token_are_text_too(tokenizer):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, config: EngineConfig) -> LLM:
     """A model whose texts have an end token."""
-    folder: Path = tmp_path_factory.mktemp("ended")
-    torch.manual_seed(0)
-    save_model(folder, end=262)
-    save_tokenizer(byte_level(), folder)
-    return LLM(folder, config)
+    return LLM(save_chat_model(tmp_path_factory.mktemp("ended"), end=262), config)
 
 
 def test_the_end_of_a_text_may_come_where_the_grammar_may_end_and_only_there(ended):
@@ -223,13 +218,13 @@ def test_the_end_of_a_text_may_come_where_the_grammar_may_end_and_only_there(end
 
 def test_many_threads_compile_a_grammar_once_and_get_their_answers(llm, monkeypatch):
     grammars, made = Grammars(llm.tokenizer), []
-    own = Grammars._of_vocabulary
+    own = Grammars._make_compilers
 
     def counted(self: Grammars) -> Any:
         made.append(own(self))
         return made[-1]
 
-    monkeypatch.setattr(Grammars, "_of_vocabulary", counted)
+    monkeypatch.setattr(Grammars, "_make_compilers", counted)
     grammar, bytes_of = Grammar.json_schema({"enum": ["on", "off"]}), []
 
     def compile_it() -> None:

@@ -11,7 +11,7 @@ from compiled_attn.engine import SamplingParams
 from compiled_attn.errors import ConfigError
 from compiled_attn.text import Answer, AnswerPieces
 from compiled_attn.text.answer import end_of
-from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
+from tests.compiled_attn.text.models import save_chat_model
 from tests.compiled_attn.tiny import plain_generate
 
 PROMPTS = ["the", "Hello, 你好 🎉", "a", "one two three four five six", "x" * 40]
@@ -173,10 +173,7 @@ def test_continuations_of_a_prompt_stand_together_and_are_no_stream(llm):
 
 
 def test_a_request_that_fails_ends_its_stream_with_its_error(tmp_path, config):
-    torch.manual_seed(0)
-    save_model(tmp_path)
-    save_tokenizer(byte_level(), tmp_path)
-    llm = LLM(tmp_path, config)
+    llm = LLM(save_chat_model(tmp_path), config)
     with torch.no_grad():
         next(iter(llm.engine.executor.module.model.lm_head.parameters())).fill_(float("nan"))
     with pytest.raises(RuntimeError, match="expected finite logits"):

@@ -26,7 +26,7 @@ def model(model_dir: Path):
     return AutoModelForCausalLM.from_pretrained(model_dir)
 
 
-def test_a_message_is_a_chat(llm: LLM):
+def test_a_message_is_a_chat(llm):
     (expected,) = llm.chat([MESSAGE], SHORT)
     (answer,) = llm.chat(MESSAGE, SHORT)
     assert answer.text == expected.text and len(answer.result.tokens) == 9
@@ -99,22 +99,20 @@ class Terminal(io.StringIO):
 
 
 def test_on_a_terminal_the_start_is_shown_and_elsewhere_not(model_dir, config, monkeypatch):
-    shown, kept = Terminal(), io.StringIO()
+    shown, silent = Terminal(), io.StringIO()
     monkeypatch.setattr("sys.stderr", shown)
     LLM(model_dir, config).close()
     text = shown.getvalue()
     assert text.startswith(f"loading {model_dir}\n") and "warmup" in text and "7/7" in text
     shown.truncate(0)
     LLM(model_dir, config, progress=False).close()
-    monkeypatch.setattr("sys.stderr", kept)
+    monkeypatch.setattr("sys.stderr", silent)
     LLM(model_dir, config).close()
-    assert (shown.getvalue().strip("\0"), kept.getvalue()) == ("", "")
+    assert (shown.getvalue().strip("\0"), silent.getvalue()) == ("", "")
 
 
 @pytest.mark.parametrize(("given", "asked"), [(None, True), (False, False), ("here", "here")])
-def test_an_llm_asks_for_the_default_store_unless_told_otherwise(
-    model_dir, config, monkeypatch, given, asked
-):
+def test_an_llm_asks_for_the_default_store_by_default(model_dir, config, monkeypatch, given, asked):
     seen = []
 
     def noted(backend, store):

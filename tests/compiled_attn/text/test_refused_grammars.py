@@ -1,4 +1,4 @@
-"""Grammars that are refused, and what is refused is told; and great ones that are not."""
+"""Grammars that are refused with a reason, and large ones that are not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_xgrammar_refuses_is_told_in_a_line_and_the_engine_goes_on(llm, name):
+def test_what_xgrammar_refuses_is_one_line_and_the_engine_goes_on(llm, name):
     grammar, kind, reason = REFUSED[name]
-    with pytest.raises(ConfigError, match=f"^expected a {kind} that xgrammar takes, got ") as told:
+    with pytest.raises(
+        ConfigError, match=f"^expected a {kind} that xgrammar takes, got "
+    ) as raised:
         llm.generate(["the moon"], SamplingParams(grammar=grammar))
-    assert reason in str(told.value) and "\n" not in str(told.value)
-    assert "cpp" not in str(told.value)
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
+    assert "cpp" not in str(raised.value)
     assert not llm.engine.open_requests
     given = llm.generate(["the moon"], SamplingParams(grammar=Grammar.regex("a"), max_new_tokens=4))
     assert given[0].text == "a"

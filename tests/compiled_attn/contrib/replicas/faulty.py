@@ -11,7 +11,7 @@ from typing import Any
 
 from compiled_attn.contrib.replicas.server import run_fleet
 from compiled_attn.engine import EngineConfig
-from compiled_attn.serve.server import bound
+from compiled_attn.serve.server import listen
 from compiled_attn.text import LLM
 from tests.compiled_attn.contrib.replicas.command import LIMITS
 
@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2])  # after `serve`
-    listening = bound("127.0.0.1", 0)
+    listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
     make = partial(faulty, folder)
     run_fleet("tiny", make, 2, listening, lambda: say(f"tiny at {url}"), say)

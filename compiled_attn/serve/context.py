@@ -1,0 +1,151 @@
+"""An HTTP request while it is handled: its ids, its client, and its generations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from compiled_attn.engine import GenerationResult, RequestHandle
+from compiled_attn.serve.http_errors import RequestError
+
+__all__ = ["SALT_HEADER", "RequestContext", "TrackRequests", "current_request"]
+
+Result = TypeVar("Result")
+
+SALT_HEADER = "X-Cache-Salt"
+"""Names a tenant: only requests of equal salt share cached blocks."""
+
+_ID_HEADER = "X-Request-Id"
+_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_CLIENT_GONE = 499  # as nginx logs it
+
+_current: ContextVar[RequestContext] = ContextVar("current_request")
+
+
+@dataclass
+class RequestContext:
+    """One HTTP request.
+
+    Args:
+        salt: from `SALT_HEADER`.
+        receive: of ASGI; reports when the client has gone.
+        method, path, client: of the request; the client is its address.
+        request_id: from the header ``X-Request-Id``, or a new one.
+
+    Attributes:
+        key: hexadecimal digits of the ids in the response.
+        response_id: such as ``chatcmpl-...``; empty where nothing is generated.
+        status: of the response; 499 if the client left before it.
+        started_s: arrival, on the clock of `time.perf_counter`.
+        held: references that live as long as the request, such as a compiled grammar.
+    """
+
+    salt: str | None
+    receive: Receive
+    method: str = ""
+    path: str = ""
+    client: str = ""
+    request_id: str = ""
+    key: str = field(default_factory=lambda: uuid4().hex)
+    response_id: str = ""
+    status: int = _CLIENT_GONE
+    started_s: float = field(default_factory=time.perf_counter)
+    held: list[Any] = field(default_factory=list)
+    handles: list[RequestHandle] = field(default_factory=list)
+    """Generations, which are cancelled when the request ends."""
+
+    async def unless_gone(self, work: Awaitable[Result]) -> Result:
+        """Awaits work, which is cancelled when the client goes away.
+
+        Raises:
+            RequestError: the client has gone.
+        """
+        done, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._wait_gone())
+        try:
+            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise RequestError("expected a client that waits, got one that left", _CLIENT_GONE)
+            return done.result()
+        finally:
+            gone.cancel()
+            done.cancel()
+
+    def results(self) -> list[GenerationResult]:
+        """Results of the generations that finished, without cancelled and failed ones."""
+        found = []
+        for handle in self.handles:
+            if handle.has_finished:
+                with contextlib.suppress(Exception):  # the client was told
+                    found.append(handle.result(0))
+        return found
+
+    async def _wait_gone(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+def current_request() -> RequestContext:
+    """Returns the request that is handled in this context."""
+    return _current.get()
+
+
+class TrackRequests:
+    """Middleware that makes a `RequestContext` for each request, and cancels its generations.
+
+    Args:
+        app: handles the requests.
+        on_end: called with each request when its response was sent or its client has gone.
+    """
+
+    def __init__(self, app: ASGIApp, on_end: Callable[[RequestContext], None]) -> None:
+        self._app = app
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        context = _make_context(scope, receive)
+        token = _current.set(context)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                own = (_ID_HEADER.lower().encode(), context.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), own]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            context.status = 500
+            raise
+        finally:
+            _current.reset(token)
+            for handle in context.handles:
+                handle.cancel()
+            self._on_end(context)
+
+
+def _make_context(scope: Scope, receive: Receive) -> RequestContext:
+    headers = dict(scope.get("headers", ()))
+    salt = headers.get(SALT_HEADER.lower().encode())
+    given = headers.get(_ID_HEADER.lower().encode(), b"").decode("latin-1")
+    context = RequestContext(
+        None if salt is None else salt.decode("latin-1"),
+        receive,
+        scope.get("method", ""),
+        scope.get("path", ""),
+        (scope.get("client") or ("",))[0],
+    )
+    context.request_id = given if _ID_PATTERN.fullmatch(given) else context.key
+    return context
