@@ -85,7 +85,7 @@ class _Packed(nn.Module):
         if plain is None or plain.shape != (panels * tile[0], groups * tile[1]):
             super()._load_from_state_dict(state, prefix, *others)  # reports what does not fit
         elif self.packed is None:
-            packed = packed_linear.arranged(plain.to(self.weight), self.weight.shape[-1])
+            packed = packed_linear.arrange(plain.to(self.weight), self.weight.shape[-1])
             super()._load_from_state_dict({**state, name: packed}, prefix, *others)
         else:
             *_, missing, _, errors = others
