@@ -78,24 +78,34 @@ def paged_call(
     )
 
 
-def traits_of(call: PagedCall, key: Tensor, value: Tensor, m: UnifiedMetadata) -> AttentionTraits:
-    """What decides which kernel can serve a call with new keys and values."""
-    scoring, caches = call.scoring, (call.key_cache, call.value_cache)
+def traits_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    metadata: UnifiedMetadata,
+    scoring: Scoring,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> AttentionTraits:
+    """What decides which kernel can serve a call; arguments as of `unified_attention`."""
+    values = key_cache if value_cache is None else value_cache
     slopes = scoring.alibi_slopes
-    scales = call.key_scale, call.value_scale
-    learned = call.query, key, value, *caches, *scales, slopes, scoring.sinks
+    scales = key_scale, value_scale
+    learned = query, key, value, key_cache, values, *scales, slopes, scoring.sinks
     return AttentionTraits(
-        call.query.device.type,
-        call.query.dtype,
-        (caches[0].dtype, caches[1].dtype),
-        call.query.shape[-1],
+        query.device.type,
+        query.dtype,
+        (key_cache.dtype, values.dtype),
+        query.shape[-1],
         softcap=scoring.softcap is not None,
         alibi=0 if slopes is None else 1,
         gradients=torch.is_grad_enabled()
         and any(each is not None and each.requires_grad for each in learned),
-        by_request=m.by_request is not None,
-        by_parts=m.has_parts,
-        unit_stride=unit_strides(*caches),
+        by_request=metadata.by_request is not None,
+        by_parts=metadata.has_parts,
+        unit_stride=unit_strides(key_cache, values),
     )
 
 

@@ -107,18 +107,15 @@ def unified_attention(
         value_projection,
     )  # fmt: skip
     latent = None if value_projection is None else value_projection.shape[1]
-    call = paged_call(
-        query, key_cache, value_cache, metadata, scoring, key_scale, value_scale, latent
-    )
-    traits = traits_of(call, key, key if value is None else value, metadata)
+    caches, scales = (key_cache, value_cache), (key_scale, value_scale)
+    traits = traits_of(query, key, value, *caches, metadata, scoring, *scales)
     is_native = metadata.ranks is None and chooses_native(kernel, traits)
+    new = None
     if is_native and fused_write and value is not None:
-        call = call._replace(new=NewTokens(key, value, metadata.slot_mapping))
+        new = NewTokens(key, value, metadata.slot_mapping)
     else:
-        key, value = write_tokens(
-            key, value, key_cache, value_cache, metadata.slot_mapping, key_scale, value_scale,
-            latent,
-        )  # fmt: skip
+        key, value = write_tokens(key, value, *caches, metadata.slot_mapping, *scales, latent)
+    call = paged_call(query, *caches, metadata, scoring, *scales, latent, new)
     if is_native:
         out, log_sum = attend_paged(call)
     else:

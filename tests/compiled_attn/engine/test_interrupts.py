@@ -112,7 +112,7 @@ def test_exceptions_anywhere_in_steps_lose_no_token_and_no_block(kernel, device,
     if is_ahead := device != "cpu":
         open_device()
         torn = counts().torn  # so far, by other tests
-    sizes = {"max_tokens_per_step": 48, "num_blocks": 20, "max_graphs": 3, "defrag_waste": 0.0}
+    sizes = {"max_tokens_per_step": 48, "num_blocks": 14, "max_graphs": 3, "defrag_waste": 0.0}
     engine = small_engine(tiny_model().to(device), kernel=kernel, **sizes)
     rng, prompts = random.Random(1), _prompts()
     calls = iter(range(10**6))
