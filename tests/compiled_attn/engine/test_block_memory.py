@@ -71,7 +71,7 @@ def test_only_new_blocks_are_written(monkeypatch):
     pool.append(1, 1)
     tables.of(range(3))
     tables.of(range(3))
-    assert asked == [5, 5, 5, 1]
+    assert [count for count in asked if count] == [5, 5, 5, 1]
 
 
 def test_a_reset_interrupted_at_any_line_keeps_what_was_counted():
