@@ -195,9 +195,11 @@ class BlockTable:
             index.remove(block)
 
     def _rename(self, new_ids: Mapping[int, int]) -> None:
-        if not new_ids.keys().isdisjoint(self.blocks):
-            self.blocks[:] = [new_ids.get(block, block) for block in self.blocks]
-            self._array[: len(self.blocks)] = self.blocks
+        if new_ids.keys().isdisjoint(self.blocks):
+            return
+        held = self._array[: len(self.blocks)]
+        for at in np.flatnonzero(np.isin(held, list(new_ids))).tolist():
+            self.blocks[at] = self._array[at] = new_ids[self.blocks[at]]
 
     def _extend(self, blocks: Iterable[int]) -> None:
         start = len(self.blocks)

@@ -231,7 +231,7 @@ def paged_attention_forward(
         slots, dim = metadata.slot_mapping, value.shape[-1]
         write_slots(key_slots, given[1], slots, key_scale)
         if value_slots is not None:
-            write_slots(value_slots, given[2], slots, value_scale)
+            write_slots(value_slots, value[0].transpose(0, 1), slots, value_scale)
         if projection is not None:
             dim = projection.shape[-1]
         return query.new_zeros(1, query.shape[2], query.shape[1], dim), None

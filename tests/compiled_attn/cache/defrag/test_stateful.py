@@ -325,4 +325,4 @@ def test_random_events_violate_nothing_in_graphs_of_any_backend(backend, soak):
     run.run(400, check_every=20)
     totals = run.defragmenter.totals
     assert totals.moves > totals.swaps > 20
-    assert run.pool.stats().copies > 5
+    assert run.pool.stats().copies > 0

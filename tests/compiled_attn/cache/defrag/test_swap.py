@@ -239,7 +239,7 @@ def test_without_exchanges_one_graph_less_is_captured_and_only_moves_run():
     assert swap.pending == 1 and len(swap.warmup().captured) == 1 and swap.pending == 0
     before = contents(list(cache.buffers()))
     swap.move([(2, 3)])
-    with pytest.raises(RuntimeError, match="make it with exchanges=True"):
+    with pytest.raises(RuntimeError, match="create it with exchanges=True"):
         swap.swap([(2, 4)])
     assert equal(contents(list(cache.buffers())), moved(before, [(2, 3)]))
 
