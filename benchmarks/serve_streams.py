@@ -1,6 +1,6 @@
 """Throughput of many concurrent streams, for the servers of two source trees.
 
-    python benchmarks/serve_streams.py TREE_A TREE_B [--streams 64] [--tokens 64] [--rounds 5]
+    python benchmarks/serve_streams.py TREE_A TREE_B [--streams 64] [--tokens 128] [--rounds 5]
 
 Starts ``compiled-attn serve`` of each tree with the same model. Rounds alternate, and the server
 that is not measured is stopped (SIGSTOP). In a round every stream is one chat of `--tokens` greedy
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     servers: list[Server] = []

@@ -1,4 +1,4 @@
-"""The command ``compiled-attn``: a thin layer over `compiled_attn.engine` (extra ``cli``)."""
+"""The command ``compiled-attn`` (extra ``cli``)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command and end the process with its exit code.
+    """Runs the command and ends the process with its exit code.
 
     Args:
         argv: arguments without the program's name; by default those of the process.
 
     Raises:
         SystemExit: always. 0: all is well; 1: a token differs, or something compiled after the
-            warmup; 2: bad input, told in one line; 130: interrupted.
+            warmup; 2: bad input; 130: interrupted.
     """
     try:
         import rich  # noqa: F401

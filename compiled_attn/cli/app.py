@@ -1,4 +1,4 @@
-"""Commands of ``compiled-attn``. Each imports what it needs when it runs: help is quick."""
+"""Commands of ``compiled-attn``; each imports its code when it runs, so that help is quick."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from compiled_attn.cli.options import (
 __all__ = ["app", "run_command"]
 
 _NAME = "compiled-attn"
-# The arguments of a command of `graphs`, --help too, are read by that command.
-_OF_GRAPHS = {"allow_extra_args": True, "ignore_unknown_options": True}
+# Commands of `graphs` parse their own arguments, --help too.
+_GRAPHS_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     add_completion=False,
@@ -35,13 +35,12 @@ app = typer.Typer(
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:
-    """Parse and run; returns the exit code."""
+    """Runs a command line; returns the exit code."""
     arguments = None if argv is None else list(argv)
     return exit_code_of(lambda: app(args=arguments, prog_name=_NAME, standalone_mode=False))
 
 
 def _examples(*commands: str) -> str:
-    """What a command's help ends with, a line each."""
     return "\n\n".join(["Examples:", *commands])
 
 
@@ -73,7 +72,7 @@ def _compiled_attn(
 )
 @taking(RunOptions)
 def run(options: RunOptions) -> int:
-    """Warm up, serve a demand, and prove that nothing compiled meanwhile.
+    """Warm up, serve requests, and prove that nothing compiled meanwhile.
 
     Ends with 1 if a token differs from plain generate or something compiled after warmup, with 2 on
     bad input, with 130 when interrupted.
@@ -120,8 +119,8 @@ def chat(options: ChatOptions) -> int:
 def serve(options: ServeOptions) -> int:
     """Serve a model over HTTP with OpenAI's interface, to many clients at once.
 
-    It listens at once; GET /health tells when the model is warm. A first Ctrl-C or SIGTERM lets
-    open requests be answered. Ends with 2 on bad input.
+    It listens at once; GET /health reports when the model is warm. The first Ctrl-C or SIGTERM
+    answers open requests before it ends. Ends with 2 on bad input.
     """
     from compiled_attn.waiting import choose_waiting
 
@@ -160,15 +159,15 @@ def plan(options: PlanOptions) -> int:
 def tune(options: TuneOptions) -> int:
     """Measure again which forms of a model's linear layers are fastest on this machine.
 
-    An engine measures what it does not know yet, and keeps it beside the kernel library; this
-    forgets all that and measures the layers of the model. Ends with 2 on bad input.
+    An engine measures each layer once, and stores the result next to the kernel library; this
+    discards all results and measures the layers of the model. Ends with 2 on bad input.
     """
     from compiled_attn.cli.tune import run_tune
 
     return run_tune(options)
 
 
-@app.command(add_help_option=False, context_settings=_OF_GRAPHS)
+@app.command(add_help_option=False, context_settings=_GRAPHS_SETTINGS)
 def explain(context: typer.Context) -> int:
     """Print graphs, graph breaks (with the reason and your line) and guards of a callable."""
     from graphs.cli.app import app as graphs_app
@@ -176,9 +175,9 @@ def explain(context: typer.Context) -> int:
     return graphs_app(["explain", *context.args], prog_name=_NAME, standalone_mode=False) or 0
 
 
-@app.command(add_help_option=False, context_settings=_OF_GRAPHS)
+@app.command(add_help_option=False, context_settings=_GRAPHS_SETTINGS)
 def cache(context: typer.Context) -> int:
-    """List, check or make smaller what `run` has compiled and stored."""
+    """List, check or prune the graphs that `run` has stored."""
     from compiled_attn.cli.store import default_store
     from graphs.cli.cache import cache_app
 

@@ -1,4 +1,4 @@
-"""The command ``chat``: a conversation with a model, answered as it is generated."""
+"""The command ``chat``: a conversation with a model, streamed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
-from compiled_attn.cli.errors import FAILED, UserError, bad_input, tell
+from compiled_attn.cli.errors import FAILED, UserError, bad_input, report_error
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ChatOptions, settings_of
 from compiled_attn.cli.sampling import sampling_of
@@ -29,17 +29,16 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends a
 def run_chat(options: ChatOptions) -> int:
     """Answers a prompt, or every line of the input as a turn; returns the exit code.
 
-    Answers go to stdout, all else to stderr. On a terminal Ctrl-C ends an answer, and the chat
-    where none is being written.
+    Answers go to stdout, all else to stderr. On a terminal Ctrl-C ends an answer; between answers
+    it ends the chat.
 
     Raises:
-        UserError: no such model, or one without a tokenizer or chat template; nothing was started.
-            Or a turn that the model cannot take.
+        UserError: the model does not exist, has no tokenizer or chat template, or refuses a turn.
     """
     try:
         return _chat(options)
     except RequestFailed as error:
-        return tell(error, FAILED)
+        return report_error(error, FAILED)
 
 
 def _chat(options: ChatOptions) -> int:
@@ -58,7 +57,7 @@ def _chat(options: ChatOptions) -> int:
             torch.set_num_threads(options.threads)
         settings = settings_of(options) | {"backend": backend}
         settings |= {"max_seqs": 1, "max_graphs": _GRAPHS}
-        # The backend has its store already, or none can be used.
+        # The backend has its store already, if one can be used.
         config = EngineConfig(**settings, watch_process=True, store=False)
         progress = progress_for(sys.stderr)
         llm = LLM(
@@ -96,9 +95,9 @@ class Conversation:
     """A chat with a model, turn by turn.
 
     Args:
-        llm: the model; it serves nobody else.
+        llm: the model; nothing else uses it.
         sampling: of each answer, which is shorter where the context ends.
-        messages: that come before the first turn.
+        messages: before the first turn.
     """
 
     def __init__(self, llm: LLM, sampling: SamplingParams, messages: list[Message]) -> None:
@@ -107,12 +106,7 @@ class Conversation:
         self._messages = messages
 
     def answer(self, turn: str) -> None:
-        """Prints the answer to a turn as it comes, then a line on stderr with its figures.
-
-        Raises:
-            ConfigError: the conversation is longer than the context, or not valid text.
-            RequestFailed: the answer ended with an error.
-        """
+        """Prints the answer to a turn as it comes, then a line on stderr with its times."""
         self._messages.append({"role": "user", "content": turn})
         before, started = self._count(), time.perf_counter()
         pieces, first = list[str](), 0.0
@@ -122,11 +116,11 @@ class Conversation:
                 first = first or time.perf_counter() - started
                 pieces.append(piece)
                 print(piece, end="", flush=True)
-        finally:  # what was said so far stays, when an interrupt ends it
+        finally:  # an interrupted answer stays in the conversation
             print()
             self._messages.append({"role": "assistant", "content": "".join(pieces)})
         seconds = time.perf_counter() - started
-        self._tell(
+        self._report(
             {name: now - before[name] for name, now in self._count().items()},
             first,
             seconds,
@@ -153,7 +147,7 @@ class Conversation:
             "found": stats.hit_tokens,
         }
 
-    def _tell(self, count: dict[str, int], first_s: float, seconds: float, most: int) -> None:
+    def _report(self, count: dict[str, int], first_s: float, seconds: float, most: int) -> None:
         cut = "cut at " if count["tokens"] == most else ""
         _say(
             f"{cut}{count['tokens']} tokens in {seconds:.1f} s, the first after {first_s:.2f} s; "
@@ -166,13 +160,11 @@ def _say(text: str) -> None:
 
 
 def _messages(options: ChatOptions, *turns: str) -> list[Message]:
-    """A conversation that begins."""
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [*system, *({"role": "user", "content": turn} for turn in turns)]
 
 
 def _turns(prompt: str | None) -> Iterator[str]:
-    """The one that is given, or the lines of the input that are not blank."""
     if prompt is not None:
         yield prompt
         return
@@ -184,7 +176,6 @@ def _turns(prompt: str | None) -> Iterator[str]:
 
 
 def _line() -> str | None:
-    """The next line, None at the end of the input."""
     try:
         return Console().input("[bold]> [/]") if sys.stdin.isatty() else input()
     except EOFError:

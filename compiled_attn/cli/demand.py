@@ -1,9 +1,10 @@
-"""The requests of a run: prompts of text, the lengths of a trace, or a drawn demand."""
+"""The requests of a run: prompts of text, a trace, or a synthetic workload."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.inputs import fitted_arrivals
@@ -11,22 +12,24 @@ from compiled_attn.cli.options import RunOptions
 from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.engine import Engine, GenerationResult, SamplingParams
 from compiled_attn.engine.sizing import Sizing
+from compiled_attn.errors import ConfigError
 from compiled_attn.text import Answer, Prompt, Tokenizer
-from compiled_attn.text.prompts_file import read_prompts
+from compiled_attn.text.tokenizer import check_messages
 from compiled_attn.workloads import Arrival, prompts, read_trace, synthetic
+from graphs.errors import parse_json, quoted
 
 __all__ = ["Demand", "Texts", "demand_of", "texts_of"]
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts of text, and the tokenizer that turns them into ids."""
+    """Prompts of text, and the tokenizer that encodes them."""
 
     prompts: Sequence[Prompt]
     tokenizer: Tokenizer
 
     def answers(self, results: Sequence[GenerationResult], engine: Engine) -> list[Answer]:
-        """The answers among them, in the order of the prompts."""
+        """Returns the answers in the order of the prompts."""
         ordered = sorted(results, key=lambda result: result.index)
         return [
             Answer.of(result, self.tokenizer, engine.end_tokens(result.sampling))
@@ -34,7 +37,7 @@ class Texts:
         ]
 
     def print(self, answers: Sequence[Answer]) -> None:
-        """Prints each prompt, of a chat its last turn, and its answer."""
+        """Prints each prompt (the last turn of a chat) and its answer."""
         for answer in answers:
             prompt = self.prompts[answer.result.index]
             asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -43,23 +46,22 @@ class Texts:
 
 @dataclass(frozen=True)
 class Demand:
-    """Token ids of each request, how it is continued, and when it arrives (None: at once).
+    """Token ids of each request, its sampling, and its arrival in seconds (None: at once).
 
-    ``told``: a line of what they come to, for the user; None where the user wrote the prompts.
+    ``summary`` is a line for the user; None where the user wrote the prompts.
     """
 
     prompts: Sequence[list[int]]
     sampling: Sequence[SamplingParams]
     arrivals: Sequence[float] | None = None
-    told: str | None = None
+    summary: str | None = None
 
 
 def texts_of(options: RunOptions) -> Texts | None:
-    """The prompts that the options name, None if they name none.
+    """Reads the prompts of the options; returns None if there are none.
 
     Raises:
-        UserError: they come with options for other requests, or without a model that has a
-            tokenizer.
+        UserError: other options name requests too, or there is no model.
         ConfigError, ModelError: the file is bad, or the model has no tokenizer.
     """
     if options.prompts is None and options.prompt is None:
@@ -73,28 +75,28 @@ def texts_of(options: RunOptions) -> Texts | None:
             f"{given[0]} needs a model that has a tokenizer, got the random one: name it, such as "
             "compiled-attn run smollm2"
         )
-    read = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+    read = [options.prompt] if options.prompts is None else _read_prompts(options.prompts)
     return Texts([each for each in read if each is not None], Tokenizer(options.model))
 
 
 def demand_of(options: RunOptions, sizing: Sizing, texts: Texts | None) -> Demand:
-    """The requests, in lengths that the engine can serve.
+    """Builds the requests, in lengths that the engine can serve.
 
     Raises:
-        ConfigError: a prompt without text, or messages that the model has no template for.
-        ValueError: the scale that was asked for makes one too long, or the trace is bad.
+        ConfigError: a prompt without text, or messages without a chat template.
+        ValueError: ``--scale`` makes a request too long, or the trace is bad.
     """
     if texts is not None:
         tokens = [texts.tokenizer.encode(prompt) for prompt in texts.prompts]
         lengths = [options.max_new_tokens] * len(tokens)
         return Demand(tokens, _sampling(options, lengths))
-    arrivals, told = fitted_arrivals(options, _drawn_or_read(options), sizing)
+    arrivals, summary = fitted_arrivals(options, _drawn_or_read(options), sizing)
     speed = options.speed
     return Demand(
         prompts(arrivals, sizing.vocab, options.seed),
         _sampling(options, [arrival.output_tokens for arrival in arrivals]),
         None if speed is None else [arrival.arrival_s / speed for arrival in arrivals],
-        told,
+        summary,
     )
 
 
@@ -110,3 +112,40 @@ def _sampling(options: RunOptions, lengths: Sequence[int]) -> list[SamplingParam
         replace(params, max_new_tokens=length, seed=options.seed + index)
         for index, length in enumerate(lengths)
     ]
+
+
+def _read_prompts(path: Path) -> list[Prompt]:
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                prompts.append(_parse_prompt(line))
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+    if not prompts:
+        raise ConfigError(f'{path}: holds no prompt, expected lines such as {{"prompt": "Hello"}}')
+    return prompts
+
+
+def _parse_prompt(line: bytes) -> Prompt:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start + 1}: save it as UTF-8") from error
+    row = parse_json(text)
+    keys = {"prompt", "messages"} & row.keys() if isinstance(row, dict) else set()
+    if len(keys) != 1:
+        raise ValueError(
+            f"expected a JSON object with a prompt or messages, got {quoted(row)}: such as "
+            '{"prompt": "Hello"}'
+        )
+    if "messages" in keys:
+        check_messages(row["messages"])
+        return list(row["messages"])
+    if not isinstance(prompt := row["prompt"], str):
+        raise ValueError(f"expected a prompt of text, got {quoted(prompt)}")
+    return prompt

@@ -1,4 +1,4 @@
-"""The one place that turns what a user can get wrong into a line and an exit code."""
+"""Turns errors of the user into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_attn.errors import ConfigError, OutOfBlocks
 from graphs.cli.errors import FAILED, INTERRUPTED, UserError
 from graphs.errors import BucketOverflow, CaptureError
 
-__all__ = ["FAILED", "INTERRUPTED", "UserError", "bad_input", "exit_code_of", "tell"]
+__all__ = ["FAILED", "INTERRUPTED", "UserError", "bad_input", "exit_code_of", "report_error"]
 
 _PROGRAM = "compiled-attn"
 _KNOWN = ConfigError, OutOfBlocks, BucketOverflow, CaptureError
@@ -19,11 +19,11 @@ _KNOWN = ConfigError, OutOfBlocks, BucketOverflow, CaptureError
 
 @contextlib.contextmanager
 def bad_input() -> Iterator[None]:
-    """What is done in here follows from the input alone, so its errors are told to the user."""
+    """Turns exceptions that follow from the input alone into UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError(_told(error)) from error
+        raise UserError(_describe(error)) from error
     except (ValueError, ArithmeticError) as error:
         raise UserError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
@@ -37,12 +37,11 @@ def bad_input() -> Iterator[None]:
         ) from error
 
 
-def _told(error: OSError) -> str:
-    """What the system says of a path, with what to do; all else as it is."""
+def _describe(error: OSError) -> str:
     if not error.filename or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror}: choose a path that can be read or written"
 
 
 exit_code_of = functools.partial(graphs.cli.errors.exit_code_of, known=_KNOWN, program=_PROGRAM)
-tell = functools.partial(graphs.cli.errors.print_error, program=_PROGRAM)
+report_error = functools.partial(graphs.cli.errors.print_error, program=_PROGRAM)

@@ -1,4 +1,4 @@
-"""The facts of a run: model, dtype, options, and the machine."""
+"""Facts of a run for its report: model, dtype, options, machine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PACKAGES = ("transformers", "numpy", "compiled-attn")
 
 
 def facts_of(model: PreTrainedModel, options: Mapping[str, Any], waiting: str) -> dict[str, Any]:
-    """The facts that stand beside the numbers of a run that begins now, as JSON-able values.
+    """Collects the facts of a run that begins now, as JSON-able values.
 
     Args:
-        model: that is served.
+        model: that runs.
         options: of the command, by name; ``model`` is its directory, None for the default model.
         waiting: how threads wait for each other, see `compiled_attn.waiting`.
 
     Returns:
         ``model`` (its ``class``, ``source`` and number of ``parameters``), ``dtype`` of its
-        weights, ``options``, ``waiting``, and what `graphs.report.surroundings` tells: ``date``,
+        weights, ``options``, ``waiting``, and `graphs.report.surroundings`: ``date``,
         ``threads``, ``machine``, ``versions``.
     """
     plain = {name: _plain(value) for name, value in options.items()}

@@ -1,4 +1,4 @@
-"""The inputs of ``run`` and ``plan``: a model, and requests whose lengths it can hold."""
+"""Inputs of the commands: backend, dtype, model, and requests scaled to its context."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def known_backend(options: ModelOptions) -> str | None:
-    """Why the backend cannot work here, None if it can.
+    """Returns why the backend cannot work here; None if it can.
 
     Raises:
-        UserError: there is no such backend, or no such dtype.
+        UserError: the backend or the dtype does not exist.
     """
     backends = available_backends()
     dtype_of(options)
@@ -56,7 +56,7 @@ def refuse_unavailable(options: ModelOptions) -> None:
 
 
 def dtype_of(options: ModelOptions) -> torch.dtype:
-    """The dtype of the weights; raises UserError if there is none of that name."""
+    """Returns the dtype of the weights; raises UserError for an unknown name."""
     if options.dtype not in _DTYPES:
         raise UserError(f"unknown --dtype {options.dtype}: choose one of {', '.join(_DTYPES)}")
     return _DTYPES[options.dtype]
@@ -65,10 +65,7 @@ def dtype_of(options: ModelOptions) -> torch.dtype:
 def model_of(
     directory: Path | None, dtype: str, seed: int = 0, device: str = "cpu"
 ) -> PreTrainedModel:
-    """The model of the directory, or else the default model of that seed, on a device.
-
-    Says on stderr if that takes long, because a GGUF file has to be converted first.
-    """
+    """Loads the model of a directory, or makes the default model of a seed."""
     kind = _DTYPES[dtype]
     if directory is None:
         return default_model(seed, kind, device)
@@ -77,7 +74,7 @@ def model_of(
 
 
 def tell_conversion(model: Path) -> None:
-    """Says on stderr that a GGUF file will be converted now, if that is so."""
+    """Prints on stderr if a GGUF file has to be converted, which takes long."""
     if will_convert(model):
         print(f"converting the GGUF file of {model}, once: half a minute or more", file=sys.stderr)
 
@@ -85,10 +82,10 @@ def tell_conversion(model: Path) -> None:
 def fitted_arrivals(
     options: ServingOptions, arrivals: Sequence[Arrival], sizing: Sizing
 ) -> tuple[list[Arrival], str]:
-    """The requests in lengths that the engine can serve, and a line of what they come to.
+    """Scales requests to lengths that the engine can serve; returns them and a summary line.
 
     Raises:
-        ValueError: the scale that was asked for makes one too long.
+        ValueError: ``--scale`` makes a request too long.
     """
     scale = fit_scale(arrivals, sizing.context) if options.scale is None else options.scale
     arrivals = scaled(arrivals, scale)

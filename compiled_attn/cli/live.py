@@ -1,4 +1,4 @@
-"""The view of a serving engine: a live line on a terminal, else a line now and then."""
+"""Progress of a run: a live line on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LiveServingView", "ServingView", "serving_view", "status_line"]
 
 
 def status_line(step: StepInfo) -> str:
-    """Tokens per second, running, waiting and blocks in use, as one line."""
+    """Formats tokens per second, running, waiting and blocks in use."""
     rate = step.generated_tokens / step.elapsed_s if step.elapsed_s > 0 else 0.0
     return (
         f"{rate:,.0f} tokens/s, {step.running} running, {step.waiting} waiting, "
@@ -22,11 +22,11 @@ def status_line(step: StepInfo) -> str:
 
 
 class ServingView:
-    """Prints the steps that it is called with, a line every ``every_s`` seconds of serving.
+    """Prints a line every ``every_s`` seconds; called with each step.
 
     Args:
-        requests: how many will be finished in the end.
-        console: where to.
+        requests: of the whole run.
+        console: to print to.
         every_s: seconds between two lines.
     """
 
@@ -36,7 +36,7 @@ class ServingView:
         self._every_s = self._next_s = every_s
 
     def __call__(self, step: StepInfo) -> None:
-        """Show a step, if it is time to."""
+        """Shows a step, if it is time to."""
         if step.elapsed_s < self._next_s:
             return
         self._next_s = step.elapsed_s + self._every_s
@@ -51,7 +51,7 @@ class ServingView:
 
 
 class LiveServingView(ServingView):
-    """Keeps one line of the terminal up to date while the context is open."""
+    """Updates one line of the terminal while the context is open."""
 
     def __init__(self, requests: int, console: Console) -> None:
         super().__init__(requests, console)
@@ -66,7 +66,7 @@ class LiveServingView(ServingView):
         self._task = self._progress.add_task("serving", total=requests, status="")
 
     def __call__(self, step: StepInfo) -> None:
-        """Show a step."""
+        """Shows a step."""
         self._progress.update(self._task, completed=step.finished, status=status_line(step))
 
     def __enter__(self) -> Self:
@@ -78,5 +78,5 @@ class LiveServingView(ServingView):
 
 
 def serving_view(requests: int, console: Console) -> ServingView:
-    """A live line if the console is a terminal, or else lines."""
+    """Returns a live line if the console is a terminal, else lines."""
     return (LiveServingView if console.is_terminal else ServingView)(requests, console)

@@ -1,4 +1,4 @@
-"""The options of the commands, each declared once, and the command line made of them."""
+"""Options of the commands, each declared once, and the command lines made of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 DEFAULT_STORE = "~/.cache/compiled-attn"
-"""The default store, as help tells it: where it is unless a variable or the platform differ."""
+"""Default store, as help shows it; an environment variable or the platform may change it."""
 
 _DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
 _SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig)}
@@ -36,23 +36,23 @@ _SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineCon
 Options = TypeVar("Options")
 
 
-def option(panel: str, default: Any, text: str, *flags: str, **told: Any) -> Any:
-    """A field that is an option: ``told`` and ``flags`` go to `typer.Option`."""
+def option(panel: str, default: Any, text: str, *flags: str, **more: Any) -> Any:
+    """Declares an option; ``more`` and ``flags`` go to `typer.Option`."""
     return field(
-        default=default, metadata={"rich_help_panel": panel, "help": text, "flags": flags, **told}
+        default=default, metadata={"rich_help_panel": panel, "help": text, "flags": flags, **more}
     )
 
 
-def setting(name: str, *, default: Any = ..., **told: Any) -> Any:
-    """The option of an `EngineConfig` field, whose default and meaning it has."""
+def setting(name: str, *, default: Any = ..., **more: Any) -> Any:
+    """Declares the option of an `EngineConfig` field, with its default and help."""
     declared = _SETTINGS[name]
     own = declared.default if default is ... else default
-    return option(_ENGINE, own, declared.metadata["help"], **told)
+    return option(_ENGINE, own, declared.metadata["help"], **more)
 
 
-def argument(panel: str, default: Any, text: str, **told: Any) -> Any:
-    """A field that is given by its position: ``told`` goes to `typer.Argument`."""
-    return option(panel, default, text, is_argument=True, **told)
+def argument(panel: str, default: Any, text: str, **more: Any) -> Any:
+    """Declares a positional argument; ``more`` goes to `typer.Argument`."""
+    return option(panel, default, text, is_argument=True, **more)
 
 
 _WHERE = (
@@ -72,14 +72,14 @@ _CHAT_MODEL = argument(
     f"Hugging Face causal LM with a chat template: {_WHERE}.",
     metavar="[MODEL]",
 )
-_MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))  # far more than help, and all can be started
+_MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # all of these can be started
 _THREADS = option(
     _ENGINE,
     None,
     "Threads of torch that compute; by default torch's choice, one for each core.",
     metavar="N",
     min=1,
-    max=_MOST_THREADS,
+    max=_MAX_THREADS,
 )
 
 
@@ -93,7 +93,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What every command needs that serves: what, with which kernels, and the cache."""
+    """Model, kernels and cache of every command that serves."""
 
     model: Path | None = _MODEL
     dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
@@ -112,7 +112,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How the answers of a command are continued: what `SamplingParams` says, for all of them."""
+    """Fields of `SamplingParams`, for all answers of a command."""
 
     max_new_tokens: int = option(_DEMAND, 128, "Tokens of an answer at most.", min=1)
     temperature: float = option(_DEMAND, 0.0, "0 is greedy decoding.")
@@ -156,7 +156,7 @@ class ServeOptions(ModelOptions):
 
     model: Path = _CHAT_MODEL
     name: str | None = option(
-        _DEMAND, None, "What requests call the model; by default the last part of MODEL."
+        _DEMAND, None, "Name of the model in requests; by default the last part of MODEL."
     )
     host: str = option(_DEMAND, "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
     port: int = option(_DEMAND, 8000, "Port to listen at; 0 takes a free one.", min=0, max=65535)
@@ -169,7 +169,7 @@ class ServeOptions(ModelOptions):
     api_key: str | None = option(
         _DEMAND,
         None,
-        "Key that requests must carry; by default anybody may ask.",
+        "Key that requests must carry; by default none is needed.",
         envvar="COMPILED_ATTN_API_KEY",
         metavar="KEY",
     )
@@ -193,7 +193,7 @@ class ServeOptions(ModelOptions):
         f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
         metavar="DIR",
     )
-    no_store: bool = option(_ENGINE, False, "Compile all graphs, and keep none.", "--no-store")
+    no_store: bool = option(_ENGINE, False, "Compile all graphs, and store none.", "--no-store")
     strict: bool = setting("strict")
     buckets: Path | None = setting("buckets", metavar="FILE")
     max_seqs: int = setting("max_seqs")
@@ -204,7 +204,7 @@ class ServeOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions(ModelOptions):
-    """What ``run`` and ``plan`` both need: what serves, and within which limits."""
+    """Requests and limits of ``run`` and ``plan``."""
 
     trace: Path | None = option(
         _DEMAND,
@@ -256,7 +256,7 @@ class RunOptions(SamplingOptions, ServingOptions):
         f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
         metavar="DIR",
     )
-    no_store: bool = option(_ENGINE, False, "Compile all graphs, and keep none.", "--no-store")
+    no_store: bool = option(_ENGINE, False, "Compile all graphs, and store none.", "--no-store")
     threads: int | None = _THREADS
     warmup_workers: int = setting("warmup_workers", metavar="N")
     warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
@@ -331,13 +331,13 @@ class PlanOptions(ServingOptions):
 
 
 def settings_of(options: ModelOptions) -> dict[str, Any]:
-    """The options that are fields of `EngineConfig`, by name."""
+    """Returns the options that are fields of `EngineConfig`, by name."""
     names = (each.name for each in fields(options) if each.name in _SETTINGS)
     return {name: getattr(options, name) for name in names}
 
 
 def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
-    """Makes a command of a function of a dataclass: each of its fields is an option or argument."""
+    """Makes a command of a function whose argument is a dataclass of options."""
     hints = get_type_hints(kind)
     parameters = [
         inspect.Parameter(
@@ -362,11 +362,11 @@ def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable
 
 
 def _typer_option(each: Field[Any]) -> Any:
-    told = dict(each.metadata)
-    if told.pop("is_argument", False):
-        told.pop("flags")
-        return typer.Argument(each.default, **told)
-    return typer.Option(each.default, *told.pop("flags"), **told)
+    settings = dict(each.metadata)
+    if settings.pop("is_argument", False):
+        settings.pop("flags")
+        return typer.Argument(each.default, **settings)
+    return typer.Option(each.default, *settings.pop("flags"), **settings)
 
 
 def _panel(each: Field[Any]) -> int:

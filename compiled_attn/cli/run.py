@@ -1,4 +1,4 @@
-"""The main job: prepare, warm up, serve, check, report."""
+"""The command ``run``: warm up, serve, check, report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from compiled_attn.cli.demand import Demand, Texts, demand_of, texts_of
-from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
+from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, report_error
 from compiled_attn.cli.facts import facts_of
 from compiled_attn.cli.inputs import model_of, refuse_unavailable
 from compiled_attn.cli.live import ServingView, serving_view
@@ -62,16 +62,16 @@ _FAILURES = (
 
 
 def run_job(options: RunOptions, waiting: str) -> int:
-    """Run the main job as the options say, and return the exit code.
+    """Runs the command and returns the exit code.
 
-    Progress goes to stderr, the result to stdout. All input is looked at before the warmup begins.
+    Progress goes to stderr, the result to stdout. All input is checked before the warmup.
 
     Args:
         options: of the command.
         waiting: how threads wait for each other, see `compiled_attn.waiting`.
 
     Raises:
-        UserError: the input is bad; nothing was started.
+        UserError: the input is bad.
     """
     with bad_input():
         _refuse_contradictions(options)
@@ -91,7 +91,7 @@ def run_job(options: RunOptions, waiting: str) -> int:
             with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
                 return _run(options, model, texts, backend, waiting, ranks)
     except RankLost as error:
-        return tell(error, FAILED)
+        return report_error(error, FAILED)
 
 
 def _run(
@@ -128,7 +128,7 @@ def _run(
             on_step=_recording(view, needs) if options.record_demand else view,
         )
         refuse_unwritable([options.json, options.record_demand], options.report)
-    _tell_begin(facts, demand)
+    _print_begin(facts, demand)
     checked, code, answers = CheckReport(), 0, list[Answer]()
     try:
         engine.warmup(progress_for(sys.stderr))
@@ -149,7 +149,7 @@ def _run(
     except KeyboardInterrupt as error:
         code = _interrupted(error, "interrupted; this is the report so far")
     except _FAILURES as error:
-        code = tell(error, FAILED)
+        code = report_error(error, FAILED)
     report = replace(
         engine.report(),
         checked_requests=checked.checked_requests,
@@ -157,33 +157,32 @@ def _run(
     )
     print_result(report, checked, Console())
     with bad_input():
-        told = facts | ({"answers": [each.text for each in answers]} if texts else {})
-        _write(options, told, report, checked, engine, needs)
+        shown = facts | ({"answers": [each.text for each in answers]} if texts else {})
+        _write(options, shown, report, checked, engine, needs)
     return code or _verdict(report, options.strict)
 
 
-def _tell_begin(facts: dict[str, Any], demand: Demand) -> None:
-    """Only now: the error that refuses an input comes first, and alone."""
+def _print_begin(facts: dict[str, Any], demand: Demand) -> None:
+    # After all checks: the error that refuses an input is printed alone.
     print(f"threads: {facts['threads']}; waiting: {facts['waiting']}", file=sys.stderr)
-    if demand.told is not None:
-        print(demand.told, file=sys.stderr)
+    if demand.summary is not None:
+        print(demand.summary, file=sys.stderr)
 
 
 def _follow(engine: RankEngine) -> int:
-    """Computes with rank 0, which reports the result."""
     try:
         engine.warmup()
         engine.follow()
     except KeyboardInterrupt as error:
         return _interrupted(error, "interrupted")
     except _FAILURES as error:
-        return tell(error, FAILED)
+        return report_error(error, FAILED)
     return 0
 
 
 def _interrupted(error: KeyboardInterrupt, line: str) -> int:
-    """By the user, or because a rank exited, which the error then says (`join_ranks`)."""
-    return tell(error, FAILED) if str(error) else tell(line, INTERRUPTED)
+    # With a message another rank exited, see `join_ranks`; without, the user interrupted.
+    return report_error(error, FAILED) if str(error) else report_error(line, INTERRUPTED)
 
 
 def _refuse_contradictions(options: RunOptions) -> None:
@@ -193,7 +192,9 @@ def _refuse_contradictions(options: RunOptions) -> None:
         raise UserError("--store and --no-store were both given: choose whether to use a store")
     refuse_unavailable(options)
     if options.speed is not None and not 0 < options.speed < float("inf"):
-        raise UserError(f"expected --speed above 0, got {options.speed}: 1 keeps the trace's times")
+        raise UserError(
+            f"expected --speed above 0, got {options.speed}: 1 is the speed of the trace"
+        )
     if options.check and options.temperature > 0:
         raise UserError(
             "--check compares greedy decoding: leave --temperature at 0, or --check out"
@@ -210,7 +211,7 @@ def _refuse_contradictions(options: RunOptions) -> None:
 
 
 def _config(options: RunOptions, backend: str | Backend) -> EngineConfig:
-    # The backend has its store already, or is to have none.
+    # The backend has its store already, if it is to have one.
     settings = settings_of(options) | {"backend": backend, "store": False}
     if options.buckets is not None:
         settings["buckets"] = from_file(options.buckets)
@@ -252,7 +253,6 @@ def _others_in_int8(
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> int:
-    """How many tokens differ from those of the model's own weights, which are loaded again."""
     own = model_of(options.model, options.dtype, options.seed)
     found = _check(options, own, config, finished, screen)
     others = found.mismatched_tokens + len(found.ties)

@@ -1,4 +1,4 @@
-"""The sampling of a command's answers, as its options say."""
+"""Sampling parameters of a command's options."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SAME = {each.name for each in fields(SamplingParams)} - {"stop", "grammar"}
 
 
 def sampling_of(options: SamplingOptions) -> SamplingParams:
-    """What the options come to.
+    """Builds the sampling parameters of the options.
 
     Raises:
-        UserError: two of them say what the text has to be, or a file cannot be read.
-        ValueError: a value that `SamplingParams` refuses, or a schema that is none.
+        UserError: there are several grammars, or a file cannot be read.
+        ValueError: `SamplingParams` refuses a value, or the schema is invalid.
     """
     names = (each.name for each in fields(options) if each.name in _SAME)
     settings = {name: getattr(options, name) for name in names}
@@ -31,7 +31,7 @@ def _grammar_of(options: SamplingOptions) -> Grammar | None:
     given = [name for name in names if getattr(options, name) is not None]
     if len(given) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"{flags} were given: choose one that says what the text has to be")
+        raise UserError(f"{flags} were given: choose one")
     if options.json_schema is not None:
         return Grammar.json_schema(_read(options.json_schema))
     if options.grammar is not None:

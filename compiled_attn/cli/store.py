@@ -1,4 +1,4 @@
-"""The store that the commands start from."""
+"""The store of compiled graphs that the commands use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
-    """The backend of that name, which keeps its graphs in the store if it is able to.
+    """Opens a backend that stores its graphs, where it can.
 
     Args:
         backend: as in ``--backend``.
-        store: its folder. None: the default one, or none if that cannot be used.
+        store: folder; None: the default one, or none if that cannot be used.
 
     Raises:
-        UserError: the folder that was asked for cannot be used, or not with this backend.
+        UserError: the given folder cannot be used, or not with this backend.
     """
     if backend not in STORED:
         if store is not None:

@@ -15,7 +15,7 @@ __all__ = ["print_result"]
 
 
 def print_result(report: EngineReport, checked: CheckReport | None, console: Console) -> None:
-    """Print the report as a table of two columns, then each difference that a check found."""
+    """Prints the report as a table of two columns, then each difference that a check found."""
     table = Table(title="compiled-attn", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")

@@ -1,4 +1,4 @@
-"""The command ``tune``: what is fastest on this machine, measured again."""
+"""The command ``tune``: autotunes kernels and linear layers again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_tune(options: TuneOptions) -> int:
     """Measures kernel tunings and a model's linear layers in both dtypes, and prints both.
 
     Raises:
-        UserError: there is no such model, or no native kernel here.
+        UserError: there is no such model, or no native kernel.
     """
     with bad_input():
         if options.threads is not None:
@@ -48,8 +48,8 @@ def run_tune(options: TuneOptions) -> int:
         console.print(_kernel_table(result))
         console.print(f"selected: {result.tuning}", soft_wrap=True, highlight=False)
     console.print(_of_layers(tuned))
-    kept = f"kept in {tuned.file}" if tuned.file else "kept nowhere: the folder cannot be written"
-    console.print(kept, soft_wrap=True, highlight=False)
+    saved = f"saved in {tuned.file}" if tuned.file else "not saved: the folder cannot be written"
+    console.print(saved, soft_wrap=True, highlight=False)
     return 0
 
 
@@ -82,7 +82,6 @@ def _of_layers(tuned: Tuning) -> Table:
 
 
 def _taken(layer: str, results: Mapping[str, float]) -> str:
-    """How the weights of a layer are kept; those of halves may be whole as well."""
     whole = results[layer.replace(HALVES, FLOAT32)]
     if results[layer] > max(whole, 1):
         return "in 16 bits"

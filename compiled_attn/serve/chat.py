@@ -117,7 +117,7 @@ class _ChoicesEndpoint(Endpoint[ChoicesT]):
             events = self._events(request, handle, writer)
             streams.append(stream_answer(handle, events, writer, self._metrics.observe_gap))
         try:
-            async for event in streams[0] if len(streams) == 1 else merge_streams(streams):
+            async for event in merge_streams(streams):
                 yield event
             if request.stream_options.include_usage:
                 usage = usage_of([handle.result(0) for handle in handles], request.n)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from compiled_attn.engine import GenerationResult
 from compiled_attn.serve.model import ServedModel
@@ -41,6 +49,8 @@ class Metrics:
     def __init__(self, model: ServedModel) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(model))
+        self._gaps = _GapCollector(model.name)
+        self._registry.register(self._gaps)
         self._name = model.name
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -52,9 +62,6 @@ class Metrics:
         self._first_token = histogram(
             "time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN
         )
-        self.observe_gap = histogram(
-            "inter_token_latency_seconds", "Time between two tokens.", _TOKEN
-        ).observe
         self._per_token = histogram(
             "request_time_per_output_token_seconds",
             "Mean time per token after the first, of a request.",
@@ -89,9 +96,36 @@ class Metrics:
             if (gaps := len(result.tokens) - 1) > 0:
                 self._per_token.observe((result.latency_s - result.ttft_s) / gaps)
 
+    def observe_gap(self, seconds: float) -> None:
+        """Counts the time between two tokens of a stream; for the thread of the event loop."""
+        self._gaps.observe(seconds)
+
     def exposition(self) -> bytes:
         """Returns the body of ``/metrics``; values of the engine only once it is warm."""
         return generate_latest(self._registry)
+
+
+class _GapCollector(Collector):
+    """A histogram for one writing thread: it needs no locks, which every token would pay for."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts, self._sum = [0] * (len(_TOKEN) + 1), 0.0
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(_TOKEN, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        name, text = "vllm:inter_token_latency_seconds", "Time between two tokens."
+        family = HistogramMetricFamily(name, text, labels=[_MODEL])
+        bounds = [*map(floatToGoString, _TOKEN), "+Inf"]
+        cumulative = accumulate(self._counts)
+        family.add_metric([self._model], [*zip(bounds, cumulative, strict=True)], self._sum)
+        yield family
 
 
 class _EngineCollector(Collector):

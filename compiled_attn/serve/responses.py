@@ -27,7 +27,7 @@ from compiled_attn.serve.context import RequestContext
 from compiled_attn.serve.endpoint import TemplateEndpoint, finish_reason
 from compiled_attn.serve.output_parser import ToolCall
 from compiled_attn.serve.requests import ResponseRequest
-from compiled_attn.serve.streaming import stream_answer, to_json
+from compiled_attn.serve.streaming import merge_streams, stream_answer, to_json
 from compiled_attn.serve.token_logprobs import ScoredToken
 
 __all__ = ["ResponseEndpoint"]
@@ -46,8 +46,8 @@ class ResponseEndpoint(TemplateEndpoint[ResponseRequest]):
         writer = _ResponseWriter(_Items(context, self._model.name, request))
         try:
             events = self._events(request, handle, writer)
-            observe_gap = self._metrics.observe_gap
-            async for event in stream_answer(handle, events, writer, observe_gap):
+            stream = stream_answer(handle, events, writer, self._metrics.observe_gap)
+            async for event in merge_streams([stream]):
                 yield event
         except Exception as error:
             yield writer.fail(str(error))

@@ -155,7 +155,10 @@ async def stream_answer(
 
 
 async def merge_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
-    """Yields the events of several streams as they come; the first that raises ends all."""
+    """Yields the events of streams as they come; the first that raises ends all.
+
+    Events that came while the reader was busy are joined: sending costs more than all else.
+    """
     queue: asyncio.Queue[str | Exception | None] = asyncio.Queue()
 
     async def read(stream: AsyncIterator[str]) -> None:
@@ -170,13 +173,15 @@ async def merge_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[
     try:
         left = len(tasks)
         while left:
-            event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                left -= 1
-            else:
-                yield event
+            batch = [await queue.get()]
+            while not queue.empty():
+                batch.append(queue.get_nowait())
+            if events := "".join([each for each in batch if isinstance(each, str)]):
+                yield events
+            for each in batch:
+                if isinstance(each, Exception):
+                    raise each
+            left -= batch.count(None)
     finally:
         for task in tasks:
             task.cancel()

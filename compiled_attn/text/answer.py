@@ -93,6 +93,8 @@ class StopFilter:
 
     def put(self, piece: str) -> str:
         """Returns what can be shown now; a possible start of a stop string is held back."""
+        if not self._stop:
+            return piece
         if self.has_stopped:
             return ""
         text = self._held + piece

@@ -9,7 +9,7 @@ import torch
 
 from compiled_attn.cli import main
 from tests.compiled_attn.cli.commands import Command, Outcome
-from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
+from tests.compiled_attn.text.models import save_chat_model, save_model
 
 
 @pytest.fixture
@@ -33,22 +33,9 @@ def command(no_store_at_home: None, capsys: pytest.CaptureFixture[str]) -> Comma
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
     path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
+    save_model(path, vocab=256)
     return path
 
 
@@ -72,8 +59,4 @@ def small(model_dir: Path, trace: Path) -> list[object]:
 @pytest.fixture(scope="session")
 def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with a tokenizer and a chat template."""
-    path = tmp_path_factory.mktemp("chat")
-    torch.manual_seed(0)
-    save_model(path)
-    save_tokenizer(byte_level(), path)
-    return path
+    return save_chat_model(tmp_path_factory.mktemp("chat"))

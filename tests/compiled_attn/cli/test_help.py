@@ -57,25 +57,10 @@ def test_explain_has_its_own_help_and_the_errors_of_the_command(capsys):
 def test_cache_looks_at_the_store_of_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "none")
     assert ended("cache", "ls") == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"compiled-attn: error: there is no store in {tmp_path / 'none'}")
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"compiled-attn: error: there is no store in {tmp_path / 'none'}")
     assert ended("cache", "prune", "--help") == 0
     assert "Usage: compiled-attn cache prune" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["run", "chat", "serve", "plan", "tune"])
-def test_the_help_of_a_command_names_the_model_first_and_ends_with_two_examples(
-    name, capsys, monkeypatch
-):
-    monkeypatch.setenv("COLUMNS", "120")
-    assert ended(name, "--help") == 0
-    shown = capsys.readouterr().out
-    usage = next(line for line in shown.splitlines() if "Usage:" in line)
-    assert "[MODEL]" in usage and "--model" not in shown
-    *_, head = shown.partition("Examples:")
-    examples = [line.strip() for line in head.splitlines() if line.strip()]
-    assert len(examples) == 2
-    assert all(line.startswith(f"compiled-attn {name}") for line in examples)
 
 
 def test_the_examples_of_the_help_are_commands_that_can_be_given(capsys):

@@ -27,12 +27,12 @@ def step(elapsed_s: float, finished: int = 1) -> StepInfo:
     )
 
 
-def test_the_status_line_tells_speed_queue_and_blocks() -> None:
+def test_the_status_line_shows_speed_queue_and_blocks():
     assert status_line(step(2.0)) == "600 tokens/s, 3 running, 4 waiting, 50/80 blocks"
     assert status_line(step(0.0)).startswith("0 tokens/s")
 
 
-def test_plain_output_is_a_line_now_and_then() -> None:
+def test_plain_output_is_a_line_now_and_then():
     stream = StringIO()
     with serving_view(9, Console(file=stream, width=40)) as view:
         assert type(view) is ServingView
@@ -44,7 +44,7 @@ def test_plain_output_is_a_line_now_and_then() -> None:
     ]
 
 
-def test_a_terminal_shows_one_live_line() -> None:
+def test_a_terminal_shows_one_live_line():
     stream = StringIO()
     console = Console(file=stream, force_terminal=True, width=120)
     with serving_view(9, console) as view:

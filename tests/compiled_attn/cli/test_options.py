@@ -36,7 +36,7 @@ def test_an_option_of_the_engine_has_its_default_and_its_meaning(name, kind, own
     assert {each.name for each in fields(kind)} == shown.keys() - {"help"}
 
 
-def test_settings_of_the_engine_are_told_from_other_options():
+def test_settings_of_the_engine_are_separated_from_other_options():
     given = settings_of(PlanOptions(max_seqs=7, out=None))
     assert given["max_seqs"] == 7 and given["backend"] == "inductor"
     assert given.keys() <= SETTINGS.keys() and "out" not in given
@@ -55,7 +55,3 @@ def test_a_command_gets_its_options_as_one_object():
 
     assert small(["--max-seqs", "5", "--requests", "9"], standalone_mode=False) == 4
     assert taken == [PlanOptions(max_seqs=5, requests=9)]
-
-
-def test_every_setting_says_what_it_means():
-    assert not [name for name, each in SETTINGS.items() if not each.metadata["help"].endswith(".")]

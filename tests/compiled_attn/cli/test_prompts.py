@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn import LLM
 from compiled_attn.engine import EngineConfig, SamplingParams
-from tests.compiled_attn.cli.commands import Command, assert_refused
+from tests.compiled_attn.cli.commands import assert_refused
 
 PROMPTS = ["the first", "Hello, 你好 🎉"]
 CHAT = [{"role": "user", "content": "a question"}]
@@ -35,8 +35,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_prompts_of_a_file_are_answered_in_their_order(
-    command: Command, options: list[object], file: Path, chat_dir: Path, tmp_path: Path
-) -> None:
+    command, options, file, chat_dir, tmp_path
+):
     config = EngineConfig(backend="eager", max_seqs=4, max_tokens_per_step=32, max_graphs=4)
     sampling = SamplingParams(max_new_tokens=9)
     expected = [each.text for each in LLM(chat_dir, config).generate([*PROMPTS, CHAT], sampling)]
@@ -50,7 +50,7 @@ def test_the_prompts_of_a_file_are_answered_in_their_order(
     assert (result["checked_requests"], result["mismatched_tokens"]) == (3, 0)
 
 
-def test_one_prompt_is_answered(command: Command, options: list[object]) -> None:
+def test_one_prompt_is_answered(command, options):
     outcome = command(*options, "--prompt", "the first")
     assert outcome.code == 0 and outcome.out.startswith("> the first\n")
 
@@ -71,16 +71,12 @@ def test_one_prompt_is_answered(command: Command, options: list[object]) -> None
         (b'{"messages": [{"role": "system", "content": "x"}]}', ["no system messages"]),
     ],
 )
-def test_a_bad_file_is_refused_with_the_line(
-    command: Command, options: list[object], file: Path, content: bytes, parts: list[str]
-) -> None:
+def test_a_bad_file_is_refused_with_the_line(command, options, file, content, parts):
     file.write_bytes(content)
     assert_refused(command(*options, "--prompts", file), *parts)
 
 
-def test_what_does_not_go_together_or_does_not_fit_is_refused(
-    command: Command, options: list[object], file: Path, model_dir: Path
-) -> None:
+def test_what_does_not_go_together_or_does_not_fit_is_refused(command, options, file, model_dir):
     assert_refused(command(*options, "--prompts", file, "--prompt", "a"), "--prompts and --prompt")
     assert_refused(command(*options, "--prompt", "a", "--speed", 1), "--prompt and --speed")
     assert_refused(command(*options, "--prompt", "x" * 300), "context 256, got 300 + 9")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,32 +15,28 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 
 import compiled_attn
-from tests.compiled_attn.cli.commands import Command, assert_refused
+from tests.compiled_attn.cli.commands import assert_refused
 
 
-def test_an_unknown_or_unreadable_model_is_refused(command: Command, tmp_path: Path) -> None:
+def test_an_unknown_or_unreadable_model_is_refused(command, tmp_path):
     outcome = command("run", tmp_path / "none")
     assert_refused(outcome, str(tmp_path / "none"), "no such directory")
     (tmp_path / "config.json").write_text("{oops")
     assert_refused(command("run", tmp_path), "not a valid JSON file")
 
 
-def test_a_bad_trace_line_is_refused_with_its_number(
-    command: Command, small: list[object], trace: Path
-) -> None:
+def test_a_bad_trace_line_is_refused_with_its_number(command, small, trace):
     trace.write_text(trace.read_text() + "9.0,-3,1\n")
     assert_refused(command(*small), f"{trace}, line 8: prompt_tokens", "got -3")
     small[3] = trace.parent / "none.csv"
     assert_refused(command(*small), "none.csv: cannot be read: No such file")
 
 
-def test_a_request_beyond_the_context_is_refused(command: Command, small: list[object]) -> None:
+def test_a_request_beyond_the_context_is_refused(command, small):
     assert_refused(command(*small, "--scale", 9), "context 256", "scale")
 
 
-def test_a_context_can_be_chosen_and_the_requests_fit_it(
-    command: Command, small: list[object]
-) -> None:
+def test_a_context_can_be_chosen_and_the_requests_fit_it(command, small):
     outcome = command(*small, "--context", 40)
     assert outcome.code == 0 and "lengths scaled by 0.5: " in outcome.err
     assert_refused(command(*small, "--context", 40, "--scale", 1), "context 40", "scale")
@@ -50,20 +45,18 @@ def test_a_context_can_be_chosen_and_the_requests_fit_it(
 
 
 @pytest.mark.parametrize("option", ["--json", "--record-demand"])
-def test_a_result_that_cannot_be_written_is_told_with_the_remedy(
-    command: Command, small: list[object], tmp_path: Path, option: str
-) -> None:
+def test_a_result_that_cannot_be_written_is_refused_with_the_remedy(
+    command, small, tmp_path, option
+):
     path = tmp_path / "none" / "file"
     assert_refused(command(*small, option, path), f"{path}: No such file", "choose a path")
 
 
-def test_more_threads_than_can_be_started_are_refused(
-    command: Command, small: list[object]
-) -> None:
+def test_more_threads_than_can_be_started_are_refused(command, small):
     assert_refused(command(*small, "--threads", 100_000), "--threads", "less than or equal to")
 
 
-def test_a_pool_too_small_for_one_request_is_refused(command: Command, small: list[object]) -> None:
+def test_a_pool_too_small_for_one_request_is_refused(command, small):
     assert_refused(command(*small, "--num-blocks", 4), "3 blocks", "num_blocks", "at least")
 
 
@@ -75,25 +68,19 @@ def test_a_pool_too_small_for_one_request_is_refused(command: Command, small: li
         ("axes: tokens shared unique logits\n(32, 0, 1, 4)\n", "unique"),
     ],
 )
-def test_a_bad_bucket_file_is_refused(
-    command: Command, small: list[object], tmp_path: Path, content: str, message: str
-) -> None:
+def test_a_bad_bucket_file_is_refused(command, small, tmp_path, content, message):
     path = tmp_path / "buckets"
     path.write_text(content)
     assert_refused(command(*small, "--buckets", path), message)
 
 
-def test_more_buckets_than_graphs_are_refused(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
+def test_more_buckets_than_graphs_are_refused(command, small, tmp_path):
     path = tmp_path / "buckets"
     path.write_text("axes: tokens shared unique logits\n[2, 4, 8, 32], 32, 128, 4\n")
     assert_refused(command(*small, "--max-graphs", 3, "--buckets", path), "max_graphs", "4")
 
 
-def test_a_missing_compiler_is_refused_with_the_remedy(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_refused_with_the_remedy(command, monkeypatch):
     reason = "no working C++ compiler found; install one or use eager"
     monkeypatch.setattr(
         "compiled_attn.cli.inputs.available_backends", lambda: {"inductor": reason, "eager": None}
@@ -146,22 +133,20 @@ def test_a_missing_compiler_is_refused_with_the_remedy(
         (["surplus"], ["surplus"]),
     ],
 )
-def test_bad_options_are_refused_in_one_line(
-    command: Command, options: list[str], parts: list[str]
-) -> None:
+def test_bad_options_are_refused_in_one_line(command, options, parts):
     assert_refused(command("run", *options), *parts)
 
 
-def test_an_unknown_command_is_refused(command: Command) -> None:
+def test_an_unknown_command_is_refused(command):
     assert_refused(command("moon"), "moon")
 
 
-def test_without_a_command_the_help_is_shown(command: Command) -> None:
+def test_without_a_command_the_help_is_shown(command):
     outcome = command()
     assert "Usage: compiled-attn" in outcome.out and outcome.err == ""
 
 
-def test_version_and_help(command: Command) -> None:
+def test_version_and_help(command):
     outcome = command("--version")
     version, features = outcome.out.splitlines()
     assert (outcome.code, version) == (0, f"compiled-attn {compiled_attn.__version__}")
@@ -170,21 +155,7 @@ def test_version_and_help(command: Command) -> None:
         assert command(*arguments).code == 0
 
 
-def test_the_help_names_every_option_of_the_command(command: Command) -> None:
-    names = (
-        "trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
-        "backend max-tokens-per-step max-seqs block-size num-blocks kv-memory kv-dtype "
-        "buckets max-graphs check strict no-strict report json store no-store "
-        "warmup-workers warmup-journal"
-    )
-    text = command("run", "--help").out
-    assert [name for name in names.split() if f"--{name}" not in text] == []
-    assert "[MODEL]" in text and "--model" not in text
-
-
-def test_without_its_extra_the_command_says_what_to_install(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_extra_the_command_says_what_to_install(command, monkeypatch):
     real = builtins.__import__
 
     def without_typer(name: str, *args: Any, **kwargs: Any) -> Any:

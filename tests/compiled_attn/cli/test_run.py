@@ -24,7 +24,7 @@ from compiled_attn.models.hf.proof import CheckReport, Difference
 from compiled_attn.ops import NativeOps
 from graphs.backends.eager import EagerBackend
 from graphs.capture.contract import Frozen
-from tests.compiled_attn.cli.commands import Command, assert_refused
+from tests.compiled_attn.cli.commands import assert_refused
 
 KEYS = {
     "graphs",
@@ -47,9 +47,7 @@ KEYS = {
 }
 
 
-def test_a_run_serves_checks_and_writes_every_promised_key(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
+def test_a_run_serves_checks_and_writes_every_promised_key(command, small, tmp_path):
     outcome = command(*small, "--check", 3, "--json", tmp_path / "result.json")
     assert outcome.code == 0, outcome.err
     result = json.loads((tmp_path / "result.json").read_text())
@@ -73,8 +71,8 @@ def test_a_run_serves_checks_and_writes_every_promised_key(
     [("native", ("tokens", "requests")), ("portable", ("tokens", "shared", "unique", "logits"))],
 )
 def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
-    command: Command, small: list[object], tmp_path: Path, kernel: str, axes: tuple[str, ...]
-) -> None:
+    command, small, tmp_path, kernel, axes
+):
     demand, result = tmp_path / "demand.jsonl", tmp_path / "result.json"
     outcome = command(
         *small, "--kernel", kernel, "--defrag-waste", 0, "--record-demand", demand,
@@ -92,9 +90,7 @@ def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_json_and_report_say_what_was_served_how_and_on_what(
-    command: Command, small: list[object], model_dir: Path, tmp_path: Path
-) -> None:
+def test_json_and_report_say_what_was_served_how_and_on_what(command, small, model_dir, tmp_path):
     outputs = ["--json", tmp_path / "result.json", "--report", tmp_path / "page"]
     outcome = command(*small, "--top-p", 0.5, "--threads", 2, *outputs)
     assert outcome.code == 0
@@ -116,14 +112,12 @@ def test_json_and_report_say_what_was_served_how_and_on_what(
     assert result["machine"]["cpu"] and result["versions"]["compiled-attn"]
     assert result["date"].endswith("+00:00")
     page = (tmp_path / "page" / "report.html").read_text()
-    for told in (result["date"], "LlamaForCausalLM", result["machine"]["cpu"], str(model_dir)):
-        assert told in page
+    for shown in (result["date"], "LlamaForCausalLM", result["machine"]["cpu"], str(model_dir)):
+        assert shown in page
 
 
 @pytest.mark.parametrize(("checks", "shown"), [(0, "–"), (2, "0")])
-def test_mismatches_are_a_dash_where_nothing_was_checked(
-    command: Command, small: list[object], tmp_path: Path, checks: int, shown: str
-) -> None:
+def test_mismatches_are_a_dash_where_nothing_was_checked(command, small, tmp_path, checks, shown):
     outcome = command(*small, "--check", checks, "--report", tmp_path / "page")
     assert outcome.code == 0
     terminal = "-" if shown == "–" else shown
@@ -132,9 +126,7 @@ def test_mismatches_are_a_dash_where_nothing_was_checked(
     assert re.search(rf"mismatched tokens</dt>\s*<dd[^>]*>{shown}<", page)
 
 
-def test_a_small_pool_forces_preemptions_and_changes_no_token(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
+def test_a_small_pool_forces_preemptions_and_changes_no_token(command, small, tmp_path):
     path = tmp_path / "result.json"
     outcome = command(*small, "--num-blocks", 10, "--check", 6, "--json", path)
     result = json.loads(path.read_text())
@@ -145,8 +137,8 @@ def test_a_small_pool_forces_preemptions_and_changes_no_token(
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
 def test_a_run_in_8_bits_passes_its_check_and_says_what_the_cache_is(
-    command: Command, small: list[object], tmp_path: Path, kind: str, dtype: str
-) -> None:
+    command, small, tmp_path, kind, dtype
+):
     path = tmp_path / "result.json"
     outcome = command(
         *small, "--kv-dtype", kind, "--kv-memory", "40KiB", "--check", 6, "--json", path
@@ -161,13 +153,11 @@ def test_a_run_in_8_bits_passes_its_check_and_says_what_the_cache_is(
     assert re.search(rf"KV cache\W+{dtype}, {cache['tokens']:,} tokens in 0.0 MiB", outcome.out)
     assert re.search(r"its size is that of\W+kv_memory\b", outcome.out)
     ties = len(result["ties"])
-    told = f"0, {ties} ties in {sum(range(18, 24))}" if ties else "0"
-    assert re.search(rf"mismatched tokens\W+{told}\s*│?\n", outcome.out)
+    shown = f"0, {ties} ties in {sum(range(18, 24))}" if ties else "0"
+    assert re.search(rf"mismatched tokens\W+{shown}\s*│?\n", outcome.out)
 
 
-def test_a_run_with_weights_of_int8_says_how_many_tokens_that_changed(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
+def test_a_run_with_weights_of_int8_says_how_many_tokens_that_changed(command, small, tmp_path):
     path = tmp_path / "result.json"
     options = "--dtype", "bfloat16", "--weights", "int8", "--check", 3, "--json", path
     outcome = command(*small, *options)
@@ -175,17 +165,15 @@ def test_a_run_with_weights_of_int8_says_how_many_tokens_that_changed(
     result = json.loads(path.read_text())
     assert (result["checked_requests"], result["mismatched_tokens"]) == (3, 0)
     assert result["kernel_notes"]["weights"].endswith("in int8")
-    told = re.search(
+    shown = re.search(
         r"int8: (\d+) of (\d+) tokens differ from those of weights in bfloat16", outcome.err
     )
-    assert told is not None
-    assert result["tokens_others_in_int8"] == int(told[1]) <= int(told[2])
+    assert shown is not None
+    assert result["tokens_others_in_int8"] == int(shown[1]) <= int(shown[2])
 
 
 @pytest.mark.parametrize("kernel", ["auto", "native", "portable"])
-def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(
-    command: Command, small: list[object], tmp_path: Path, kernel: str
-) -> None:
+def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(command, small, tmp_path, kernel):
     path = tmp_path / "result.json"
     outcome = command(*small, "--kernel", kernel, "--check", 3, "--json", path)
     assert outcome.code == 0, outcome.err
@@ -196,9 +184,9 @@ def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(
     assert note and re.search(rf"kernel\W+{wanted}\b.*{re.escape(note)}", outcome.out)
 
 
-def test_why_a_kernel_could_not_be_built_is_told_whole_and_counts_as_a_fallback(
-    command: Command, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_a_kernel_could_not_be_built_is_shown_and_counts_as_a_fallback(
+    command, small, tmp_path, monkeypatch
+):
     why = "expected g++ to build the kernel, but it failed (1): " + "a long reason; " * 9 + "end"
     failed = NativeOps("compiled_attn", "reference", why_not_native=why)
     monkeypatch.setattr("compiled_attn.engine.kernel.load", lambda: failed)
@@ -211,15 +199,15 @@ def test_why_a_kernel_could_not_be_built_is_told_whole_and_counts_as_a_fallback(
     assert refused.err.count("portable") == 2  # one remedy, in Python's words and the command's
 
 
-def test_an_unknown_kernel_is_refused(command: Command, small: list[object]) -> None:
+def test_an_unknown_kernel_is_refused(command, small):
     assert_refused(command(*small, "--kernel", "cuda"), "'auto', 'native', 'portable'", "cuda")
 
 
-def test_contexts_of_one_process_cannot_be_divided(command: Command, small: list[object]) -> None:
+def test_contexts_of_one_process_cannot_be_divided(command, small):
     assert_refused(command(*small, "--context-parallel"), "got one process", "torchrun")
 
 
-def test_the_default_model_serves_a_drawn_demand(command: Command, tmp_path: Path) -> None:
+def test_the_default_model_serves_synthetic_requests(command, tmp_path):
     path = tmp_path / "result.json"
     outcome = command(
         *("run", "--backend", "eager", "--requests", 3, "--scale", 0.02, "--max-graphs", 2),
@@ -229,9 +217,7 @@ def test_the_default_model_serves_a_drawn_demand(command: Command, tmp_path: Pat
     assert json.loads(path.read_text())["checked_requests"] == 1
 
 
-def test_open_and_closed_loop_and_sampling_serve_all_requests(
-    command: Command, small: list[object]
-) -> None:
+def test_open_and_closed_loop_and_sampling_serve_all_requests(command, small):
     for options in (
         ["--speed", 2],
         ["--concurrency", 1],
@@ -243,9 +229,7 @@ def test_open_and_closed_loop_and_sampling_serve_all_requests(
         assert re.search(r"requests\W+6\b", outcome.out)
 
 
-def test_a_bucket_file_says_what_is_captured(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
+def test_a_bucket_file_says_what_is_captured(command, small, tmp_path):
     buckets, path = tmp_path / "buckets", tmp_path / "result.json"
     buckets.write_text("axes: tokens shared unique logits\n[4, 32], [0, 32], 128, 4\n")
     outcome = command(*small[:-2], "--buckets", buckets, "--json", path)
@@ -253,9 +237,7 @@ def test_a_bucket_file_says_what_is_captured(
     assert json.loads(path.read_text())["graphs"] == 4
 
 
-def test_a_run_tells_how_many_graphs_came_from_the_store(
-    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_shows_how_many_graphs_came_from_the_store(command, small, monkeypatch, tmp_path):
     class Loading(EagerBackend):
         def capture(self, *args: Any, **kwargs: Any) -> Frozen:
             return replace(super().capture(*args, **kwargs), is_loaded=True)
@@ -278,9 +260,7 @@ def test_a_run_tells_how_many_graphs_came_from_the_store(
 
 
 @pytest.mark.slow
-def test_a_second_start_loads_every_graph_and_serves_the_same_tokens(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
+def test_a_second_start_loads_every_graph_and_serves_the_same_tokens(command, small, tmp_path):
     path, job = tmp_path / "result.json", [*small[:6], "inductor", *small[7:-1], 2]
     job += ["--warmup-workers", 2]
     results = []
@@ -293,9 +273,7 @@ def test_a_second_start_loads_every_graph_and_serves_the_same_tokens(
     assert (tmp_path / "store" / "artifacts").is_dir()
 
 
-def test_a_journal_is_written_and_one_of_another_warmup_is_refused(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
+def test_a_journal_is_written_and_one_of_another_warmup_is_refused(command, small, tmp_path):
     journal = tmp_path / "warmup.jsonl"
     assert command(*small, "--warmup-journal", journal).code == 0
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
@@ -305,9 +283,7 @@ def test_a_journal_is_written_and_one_of_another_warmup_is_refused(
     assert_refused(command(*other, "--warmup-journal", journal), "has backend 'eager'")
 
 
-def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(
-    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(command, small, monkeypatch):
     difference = Difference(3, 7, 11, 12, 0.5, 0.25)
     report = CheckReport(1, 9, 2, mismatches=[difference], ties=[difference])
     monkeypatch.setattr("compiled_attn.cli.run.check", lambda *_, **__: report)
@@ -316,9 +292,7 @@ def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(
     assert f"mismatch: {difference}" in outcome.out and f"tie: {difference}" in outcome.out
 
 
-def test_an_interrupt_ends_cleanly_with_the_report_so_far(
-    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_interrupt_ends_cleanly_with_the_report_so_far(command, small, monkeypatch, tmp_path):
     generate = Engine.generate
 
     def interrupted(self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -336,9 +310,7 @@ def test_an_interrupt_ends_cleanly_with_the_report_so_far(
     assert "Traceback" not in outcome.err
 
 
-def test_an_interrupted_warmup_reports_too(
-    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_warmup_reports_too(command, small, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -348,9 +320,7 @@ def test_an_interrupted_warmup_reports_too(
     assert re.search(r"graphs captured\W+0 in", outcome.out)
 
 
-def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(
-    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(command, small, monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise NotImplementedError("no kernel for this model")
 
@@ -360,8 +330,8 @@ def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(
 
 
 def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
-    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, small, monkeypatch
+):
     advance = Engine._advance
 
     def compiling(self: Engine) -> None:

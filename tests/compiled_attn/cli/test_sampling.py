@@ -12,9 +12,7 @@ pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn import LLM
-from compiled_attn.cli.options import ChatOptions, RunOptions
-from compiled_attn.cli.sampling import sampling_of
-from compiled_attn.engine import EngineConfig, Grammar, SamplingParams
+from compiled_attn.engine import EngineConfig, SamplingParams
 from tests.compiled_attn.cli.commands import Command, assert_refused
 
 SMALL = ("--backend", "eager", "--max-tokens-per-step", 32, "--block-size", 8)
@@ -24,67 +22,35 @@ def asked(command: Command, name: str, folder: Path, *more: object):
     return command(name, folder, *SMALL, "--prompt", "the moon", *more)
 
 
-def test_options_come_to_the_settings_of_the_same_names(tmp_path):
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"type": "null"}')
-    options = RunOptions(
-        max_new_tokens=9,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        min_p=0.1,
-        seed=5,
-        repetition_penalty=1.5,
-        presence_penalty=0.25,
-        frequency_penalty=-0.25,
-        stop=["a", "b"],
-        json_schema=schema,
-    )
-    assert sampling_of(options) == SamplingParams(
-        max_new_tokens=9,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        min_p=0.1,
-        seed=5,
-        repetition_penalty=1.5,
-        presence_penalty=0.25,
-        frequency_penalty=-0.25,
-        stop=("a", "b"),
-        grammar=Grammar.json_schema('{"type": "null"}'),
-    )
-    assert sampling_of(ChatOptions()) == SamplingParams(max_new_tokens=256, seed=0)
-
-
 def test_a_stop_string_ends_the_answer(command, chat_dir):
     llm = LLM(chat_dir, EngineConfig(backend="eager", max_seqs=1, max_tokens_per_step=32))
     prompt = [{"role": "user", "content": "the moon"}]
     text = llm.generate([prompt], SamplingParams(max_new_tokens=12))[0].text
     stops = ("--stop", text[3:5], "--stop", "~~")
-    told = asked(command, "chat", chat_dir, "--max-new-tokens", 12, *stops)
-    assert told.out == text[: text.index(text[3:5])] + "\n"
+    shown = asked(command, "chat", chat_dir, "--max-new-tokens", 12, *stops)
+    assert shown.out == text[: text.index(text[3:5])] + "\n"
     text = llm.generate(["the moon"], SamplingParams(max_new_tokens=12))[0].text
-    told = asked(command, "run", chat_dir, "--max-new-tokens", 12, "--stop", text[3:5])
-    assert f"> the moon\n{text[: text.index(text[3:5])]}\n" in told.out
+    shown = asked(command, "run", chat_dir, "--max-new-tokens", 12, "--stop", text[3:5])
+    assert f"> the moon\n{text[: text.index(text[3:5])]}\n" in shown.out
 
 
 @pytest.mark.parametrize("name", ["run", "chat"])
 def test_an_answer_is_a_match_of_the_expression(command, chat_dir, name):
     pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
-    told = asked(command, name, chat_dir, "--regex", "[ab]{3} moon", "--temperature", 1.5)
-    assert told.code == 0, told.err
-    assert re.search(r"^[ab]{3} moon$", told.out, re.M)
+    shown = asked(command, name, chat_dir, "--regex", "[ab]{3} moon", "--temperature", 1.5)
+    assert shown.code == 0, shown.err
+    assert re.search(r"^[ab]{3} moon$", shown.out, re.M)
 
 
 def test_an_answer_is_of_the_schema_or_the_rules_in_a_file(command, chat_dir, tmp_path):
     pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
     file = tmp_path / "file"
     file.write_text(json.dumps({"enum": ["moon", "sun"]}))
-    told = asked(command, "chat", chat_dir, "--json-schema", file)
-    assert json.loads(told.out) in ("moon", "sun")
+    shown = asked(command, "chat", chat_dir, "--json-schema", file)
+    assert json.loads(shown.out) in ("moon", "sun")
     file.write_text('root ::= "x" root "y" | "xy"')
-    told = asked(command, "chat", chat_dir, "--grammar", file, "--max-new-tokens", 60)
-    assert re.match("x+y*$", told.out.strip())
+    shown = asked(command, "chat", chat_dir, "--grammar", file, "--max-new-tokens", 60)
+    assert re.match("x+y*$", shown.out.strip())
 
 
 def test_bad_options_are_one_line(command, chat_dir, tmp_path, small):
@@ -110,6 +76,6 @@ def test_a_grammar_that_is_refused_is_one_line_before_the_model_loads(
 ):
     pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
     monkeypatch.setattr("compiled_attn.cli.chat.LLM", None)
-    told = asked(command, "chat", chat_dir, "--regex", "(")
-    assert_refused(told, "expected a regular expression that xgrammar takes, got '('")
+    shown = asked(command, "chat", chat_dir, "--regex", "(")
+    assert_refused(shown, "expected a regular expression that xgrammar takes, got '('")
     assert_refused(asked(command, "run", chat_dir, "--regex", "("), "parenthesis is not closed")

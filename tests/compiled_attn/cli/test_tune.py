@@ -37,16 +37,16 @@ def calibrated(monkeypatch) -> list[Path]:
     return libraries
 
 
-def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, model_dir, tuned):
+def test_tune_measures_the_layers_of_the_model_again_and_saves_that(command, model_dir, tuned):
     outcome = command("tune", model_dir)
     assert outcome.code == 0, outcome.err
-    kept = json.loads(tuned.file.read_text())
-    assert kept == dict(tuned.results) and "1 threads, 1 x 1" not in kept
-    assert any(key.endswith("256 x 32") for key in kept)  # the head
-    assert "packed over plain" in outcome.out and "kept in" in outcome.out
-    told = [line for line in outcome.out.splitlines() if "256 x 32" in line]
-    assert all("8.00" in line for line in told)
-    plain, *others = told
+    saved = json.loads(tuned.file.read_text())
+    assert saved == dict(tuned.results) and "1 threads, 1 x 1" not in saved
+    assert any(key.endswith("256 x 32") for key in saved)  # the head
+    assert "packed over plain" in outcome.out and "saved in" in outcome.out
+    shown = [line for line in outcome.out.splitlines() if "256 x 32" in line]
+    assert all("8.00" in line for line in shown)
+    plain, *others = shown
     assert "float32" not in plain and "packed" in plain
     taken = ["packed" if "float32" in line else "oneDNN" for line in others]
     assert "packed" in taken
@@ -59,10 +59,10 @@ def test_tune_measures_the_kernels_and_prints_the_selected_tuning(command, model
     if (built := load().build) is None:
         pytest.skip("no native kernel on this machine, so there is nothing to tune")
     assert calibrated == [built.library]
-    told = " ".join(outcome.out.split())
-    assert "decode bf16-dot, prefill bf16-dot, linear bf16-dot," in told
-    told = [line for line in outcome.out.splitlines() if "decode float32" in line]
-    assert "0.75" in told[0]
+    shown = " ".join(outcome.out.split())
+    assert "decode bf16-dot, prefill bf16-dot, linear bf16-dot," in shown
+    shown = [line for line in outcome.out.splitlines() if "decode float32" in line]
+    assert "0.75" in shown[0]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -30,6 +30,19 @@ def test_what_is_served_is_counted(server):
     assert more("bucket_hits_total") == 5
     prompt = len(server.model.llm.tokenizer.encode("the moon"))
     assert more("tokens_total") == 5 + prompt + (prompt + 4)
+    assert after["vllm:request_time_per_output_token_seconds_count"] >= 1
     assert after["compiled_attn_compiles_after_warmup_total"] == 0
     assert after["compiled_attn_ready"] == 1
     assert after["compiled_attn_blocks"] == 199
+
+
+def test_the_gaps_of_a_stream_are_a_histogram_of_vllm(server):
+    name = "vllm:inter_token_latency_seconds"
+    before = figures(server)
+    settings = {"model": NAME, "prompt": "the moon", "max_tokens": 5, "stream": True}
+    assert [*server.client.completions.create(**settings)]
+    after = figures(server)
+    assert after[f"{name}_count"] - before[f"{name}_count"] == 4
+    assert after[f"{name}_sum"] > before[f"{name}_sum"]
+    bucket = f'{name}_bucket{{le="+Inf",model_name="{NAME}"}} {after[f"{name}_count"]}'
+    assert bucket in server.get("/metrics")[1]
