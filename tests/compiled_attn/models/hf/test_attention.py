@@ -65,7 +65,7 @@ def test_a_projection_that_is_not_plainly_linear_is_expanded():
 
 
 @pytest.mark.parametrize("kernel", ["portable", "native"])
-def test_an_engine_serves_latents_with_shared_prefixes_and_copies(kernel, request):
+def test_an_engine_serves_latents_with_shared_prefixes(kernel, request):
     if kernel == "native":
         request.getfixturevalue("ops")
     model = small_model("deepseek_v3")
