@@ -20,9 +20,8 @@ HEADER = """\
 # How fast is it?
 
 Written by `make docs-benchmarks` from [benchmarks/results](../benchmarks/results), which also has
-the raw output and older figures. Ratios are speeds over what you would use instead, measured in one
-process, interleaved, as medians. Machines are shared and differ: run the command on yours.
-`make bench` runs them all.
+the raw output and older figures. Ratios are speeds over what you would use instead: medians of one
+process, interleaved. Machines differ: run the command on yours. `make bench` runs them all.
 """
 _PLACE = ("machine", "dtype", "threads", "torch", "date")
 

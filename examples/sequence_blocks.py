@@ -32,7 +32,7 @@ class SequenceBlocks:
         for row in range(len(lengths)):
             pool.add((self, row))
         try:
-            self._reserve()
+            self._reserve(self.lengths)
         except OutOfBlocks:
             self.free()
             raise
@@ -45,11 +45,14 @@ class SequenceBlocks:
                 finished before are ignored.
 
         Raises:
-            OutOfBlocks: the running rows need more blocks than are free.
+            OutOfBlocks: the running rows need more blocks than are free; nothing has changed.
         """
-        self._free(self.running & finished)
-        self.lengths += self.running
-        self._reserve()
+        finished, running = self.running & finished, self.running & ~finished
+        lengths = self.lengths + running
+        self._check_room(lengths, running, finished)
+        self._free(finished)
+        self._reserve(lengths)
+        self.lengths += running
 
     def block_table(self) -> Tensor:
         """Returns the physical blocks of each row, ``[B, W]`` int32, padded with null block 0."""
@@ -69,12 +72,29 @@ class SequenceBlocks:
         """Frees the blocks of all running rows."""
         self._free(self.running.clone())
 
-    def _reserve(self) -> None:
-        for row in self.running.nonzero().flatten().tolist():
-            self.pool.reserve((self, row), int(self.lengths[row]))
+    def _check_room(self, lengths: Tensor, running: Tensor, finished: Tensor) -> None:
+        room = self.pool.available + sum(
+            len(self.pool.table((self, row)).blocks) for row in _numbers(finished)
+        )
+        for row in _numbers(running):
+            length, table = int(lengths[row]), self.pool.table((self, row))
+            needed = -(-length // self.pool.block_size) - len(table.blocks)
+            if needed > room:
+                total = self.pool.num_blocks - 1
+                raise OutOfBlocks((self, row), length, needed, room, 0, total)
+            room -= needed
+
+    def _reserve(self, lengths: Tensor) -> None:
+        for row in _numbers(self.running):
+            self.pool.reserve((self, row), int(lengths[row]))
 
     def _free(self, rows: Tensor) -> None:
-        for row in rows.nonzero().flatten().tolist():
+        for row in _numbers(rows):
             self.pool.free((self, row))
         self.lengths[rows] = 0
         self.running[rows] = False
+
+
+def _numbers(rows: Tensor) -> list[int]:
+    found: list[int] = rows.nonzero().flatten().tolist()
+    return found

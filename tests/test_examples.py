@@ -135,7 +135,7 @@ def _options_of_run() -> list[str]:
     [
         ("commands.md", _options_of_run()),
         ("commands.md", _names_of_fields(EngineReport)),
-        ("engine.md", sorted({*_names_of_fields(EngineConfig)} - {"partial_hits"})),
+        ("engine.md", _names_of_fields(EngineConfig)),
         ("engine.md", _names_of_fields(SamplingParams)),
         ("flash.md", inspect.signature(flash_attn_with_kvcache).parameters),
         ("paged.md", inspect.signature(paged_attention_v1).parameters),

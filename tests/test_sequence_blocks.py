@@ -47,6 +47,26 @@ def test_blocks_of_finished_sequences_serve_the_others():
     assert blocks.block_table().tolist() == [[1, 2], [0, 0]]
 
 
+def _state(blocks: SequenceBlocks) -> tuple:
+    rows = [each.tolist() for each in (blocks.lengths, blocks.running, blocks.block_table())]
+    return rows, blocks.pool.stats(), blocks.pool.requests
+
+
+@pytest.mark.parametrize("finished", [(False, False, False), (False, False, True)])
+def test_an_update_without_room_leaves_the_batch_as_it_was(finished):
+    pool = BlockPool(num_blocks=7, block_size=2)
+    blocks = SequenceBlocks(pool, [4, 4, 1])
+    pool.add("other")
+    pool.reserve("other", 2)
+    before = _state(blocks)
+    with pytest.raises(OutOfBlocks, match="to hold 5 tokens"):
+        blocks.update(_mask(*finished))
+    assert _state(blocks) == before
+    pool.free("other")
+    blocks.update(_mask(False, False, True))
+    assert blocks.lengths.tolist() == [5, 5, 0]
+
+
 def test_tables_follow_moved_blocks(pool):
     blocks = SequenceBlocks(pool, [6, 4])
     pool.exchange([(3, 9)])
