@@ -119,7 +119,7 @@ class CaptureSpec:
                 f"unknown option {unknown[0]!r}; expected the options of backend {backend.name!r} "
                 f"({', '.join(known) or 'none'}): correct its name, or leave it out"
             )
-        options = MappingProxyType({**(known or {}), **self.options})
+        options = {**(known or {}), **self.options}
         object.__setattr__(self, "options", options)
 
 

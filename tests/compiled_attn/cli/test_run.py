@@ -332,14 +332,14 @@ def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(command, s
 def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
     command, small, monkeypatch
 ):
-    advance = Engine._advance
+    advance = Engine.advance
 
     def compiling(self: Engine) -> None:
         with self.sentinel:
             torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         advance(self)
 
-    monkeypatch.setattr(Engine, "_advance", compiling)
+    monkeypatch.setattr(Engine, "advance", compiling)
     strict, loose = command(*small), command(*small, "--no-strict")
     assert strict.code == 1 and "expected nothing to compile any more" in strict.err
     assert re.search(r"requests\W+0\b", strict.out)

@@ -68,7 +68,7 @@ def test_only_new_blocks_are_written(monkeypatch):
     pool.append(1, 1)
     tables.of(range(3))
     tables.of(range(3))
-    assert written == [5, 5, 5, 1]
+    assert [count for count in written if count] == [5, 5, 5, 1]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_auto_is_native_for_metadata_by_request_and_portable_without():
     portable = unified_attention(**_copied(call), metadata=parts)
     assert torch.equal(auto, native) and not torch.equal(auto, portable)
     before = call["key_cache"].clone()
-    with pytest.raises(KernelArgumentError, match="takes metadata that is request by request"):
+    with pytest.raises(KernelArgumentError, match="takes metadata by request"):
         unified_attention(**call, metadata=parts, kernel="native")
     assert torch.equal(call["key_cache"], before)
 
@@ -283,7 +283,7 @@ def test_following_the_remedy_of_a_refusal_helps(wrong):
         cast = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in call.items()}
         out = unified_attention(**cast, **by_request)
     assert out.any()
-    assert 'BatchBuilder.plan) and take kernel="auto"' in str(refused.value)
+    assert 'BatchBuilder.plan) and pass kernel="auto"' in str(refused.value)
     assert unified_attention(**call, metadata=_metadata(), kernel="auto").any()
 
 

@@ -34,7 +34,7 @@ def farthest(ranks: Ranks, seed: int) -> float:
         for at in range(before):
             block = np.array(table[at // BLOCK])
             if share.has(block):
-                cache[:, int(share.places(block)) * BLOCK + at % BLOCK] = each[:, at]
+                cache[:, int(share.local(block)) * BLOCK + at % BLOCK] = each[:, at]
     new = torch.cat([each[:, before:] for each, (before, _) in zip(keys, step, strict=True)], 1)
     requests = [
         Request([0] * count, before, table)

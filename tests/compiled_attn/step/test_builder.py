@@ -146,7 +146,7 @@ def test_a_bad_request_is_refused(request_, message):
 
 
 def test_two_requests_that_write_one_slot_are_refused():
-    with pytest.raises(ValueError, match="slot of its own"):
+    with pytest.raises(ValueError, match="a different slot for every new token"):
         BatchBuilder(16, 4).build([_decode(2, [1]), _decode(2, [1])])
 
 

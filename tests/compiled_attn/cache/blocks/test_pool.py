@@ -212,7 +212,7 @@ def test_adding_a_known_id_is_an_error_that_changes_nothing() -> None:
     pool = BlockPool(num_blocks=9, block_size=4)
     run(pool, "a", list(range(10)))
     before = state_of(pool)
-    with pytest.raises(DuplicateRequest, match=r"got 'a', which holds blocks"):
+    with pytest.raises(DuplicateRequest, match=r"got 'a', which owns blocks"):
         pool.add("a", list(range(10)))
     with pytest.raises(DuplicateRequest, match=r"got 'a'"):
         pool.fork("a", "a")

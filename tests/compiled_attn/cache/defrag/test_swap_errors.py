@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_attn.cache.defrag import BlockSwap
 from graphs import CapturedGraph, CaptureError, capture
+from graphs.capture.contract import CaptureSpec
 from tests.compiled_attn.cache.defrag.swapping import (
     BLOCKS,
     contents,
@@ -153,10 +154,10 @@ def test_calls_before_warmup_and_after_close_are_errors():
 def test_a_pad_size_that_cannot_be_captured_is_an_error_unless_a_larger_one_may_serve(
     monkeypatch, runs
 ):
-    def failing(function: Any, inputs: Any, **options: Any) -> CapturedGraph:
-        if "swaps=4" in options["name"]:
-            raise CaptureError(options["name"], "no memory")
-        return capture(function, inputs, **options)
+    def failing(function: Any, inputs: Any, *, backend: CaptureSpec) -> CapturedGraph:
+        if "swaps=4" in backend.name:
+            raise CaptureError(backend.name, "no memory")
+        return capture(function, inputs, backend=backend)
 
     monkeypatch.setattr("graphs.warmup.capturing.capture", failing)
     with pytest.raises(CaptureError, match="no memory"):

@@ -53,7 +53,7 @@ def test_values_may_be_smaller_than_keys():
 
 def test_a_cache_of_another_model_is_refused_with_both_shapes():
     model = tiny_model()
-    with pytest.raises(ValueError, match=r"layer 0 .* got \(2, 8, 8\): make it with cache_for"):
+    with pytest.raises(ValueError, match=r"layer 0 .* got \(2, 8, 8\): create it with cache_for"):
         PagedCausalLM(model, PagedKVCache(2, 8, 4, 2, 8))
     with pytest.raises(ValueError, match=r"layer 1 .*got None"):
         PagedCausalLM(model, PagedKVCache(1, 8, 4, 2, 16))
@@ -71,10 +71,10 @@ def test_an_encoder_decoder_is_called_one():
     [
         ("diffllama", r"several calls a step of layers \{0: 2, 1: 2\}"),
         ("hrm_text", "several calls a step"),
-        ("doge", "DogeAttention that makes a mask of its own"),
+        ("doge", "DogeAttention that builds a mask of its own"),
         ("llama4_text", "layers of type chunked_attention"),
         ("lfm2", "layers of type conv"),
-        ("bloom", "attention code of its own, which does not go through AttentionInterface"),
+        ("bloom", "attention code of its own, which does not use AttentionInterface"),
         ("mamba", "layers of type linear_attention"),
         ("inkling_text", "layers of type hybrid"),
         ("deepseek_v4", "layers of type heavily_compressed_attention"),
@@ -94,14 +94,14 @@ def test_a_window_that_only_the_mask_knows_is_seen_in_a_short_prompt():
 
 
 def test_a_model_whose_own_cache_forgets_what_its_layers_see_is_refused():
-    with pytest.raises(ModelRefused, match=r"layer 0 sees all before it, .* cache keeps 9 tokens"):
+    with pytest.raises(ModelRefused, match=r"layer 0 sees all before it, .* cache stores 9 tokens"):
         cache_for(small_model("moshi"), 4, 4)
 
 
 def test_a_layer_with_an_indexer_is_refused_before_its_prompts_are_long_enough_to_differ():
     model = tiny_model()
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
-    with pytest.raises(ModelRefused, match="by its indexer"):
+    with pytest.raises(ModelRefused, match="with its indexer"):
         cache_for(model, 4, 4)
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine import Engine, EngineConfig, RequestState, SamplingParams, Scheduler
+from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.planner.simulator import SimulatedEngine, StepTime, simulate
 from compiled_attn.step import BatchBuilder, Request
 from compiled_attn.workloads import Arrival, prompts, scaled, synthetic
@@ -47,8 +48,8 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
         scheduler.commit(step)
         for sequence in sampled:
             fresh += 1
-            ends = sequence.event(fresh, 0.0).result is not None
-            sequence.take(len(sequence.tokens), fresh, 0.0)
+            ends = sequence.finish_reason(fresh)
+            sequence.apply(RowResult(fresh), 0, 0.0, has_token=True, reason=ends)
             if ends:
                 scheduler.finish(sequence)
     return needs, scheduler.preemptions
