@@ -157,7 +157,7 @@ def plan(options: PlanOptions) -> int:
 )
 @taking(TuneOptions)
 def tune(options: TuneOptions) -> int:
-    """Measure again which forms of a model's linear layers are fastest on this machine.
+    """Measure again which variants of a model's linear layers are fastest on this machine.
 
     An engine measures each layer once, and stores the result next to the kernel library; this
     discards all results and measures the layers of the model. Ends with 2 on bad input.

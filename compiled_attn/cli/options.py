@@ -209,7 +209,7 @@ class ServingOptions(ModelOptions):
     trace: Path | None = option(
         _DEMAND,
         None,
-        "Requests, Azure CSV or Mooncake JSON lines; without one a demand is drawn.",
+        "Requests, Azure CSV or Mooncake JSON lines; without one `run` draws a demand.",
         metavar="FILE",
     )
     scale: float | None = option(

@@ -71,7 +71,7 @@ class Metrics:
             "e2e_request_latency_seconds", "Time to the end of a request.", _REQUEST
         )
         self._queue = histogram(
-            "request_queue_time_seconds", "Time that a request waited to be begun.", _REQUEST
+            "request_queue_time_seconds", "Time that a request waited in the queue.", _REQUEST
         )
         self._refused = Counter(
             f"{_PREFIX}refused_requests",
@@ -167,7 +167,7 @@ class _EngineCollector(Collector):
         yield self._counter("tokens", "Tokens by what was done with them.", tokens, "kind")
         yield self._counter("bucket_hits", "Steps that ran in each bucket.", hits, "bucket")
         preemptions = {"": report.preemptions}
-        yield self._counter("preemptions", "Requests that gave their blocks back.", preemptions)
+        yield self._counter("preemptions", "Requests that were preempted.", preemptions)
         yield self._counter(
             "compiles_after_warmup",
             "What compiled while serving; more than 0 is a fault.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
@@ -115,6 +116,9 @@ class ServedModel:
     def _start(self, on_error: Callable[[], None]) -> None:
         try:
             self.load()
+            # Else a full collection, which visits the model too, stops every thread for 0.5 s.
+            gc.collect()
+            gc.freeze()
         except BaseException as error:
             self.error = error
             on_error()

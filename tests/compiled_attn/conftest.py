@@ -26,7 +26,7 @@ def ops(compiler: None) -> NativeOps:
 
 @pytest.fixture(scope="session")
 def replayer(ops: NativeOps) -> NativeReplayer:
-    """Plays tapes by the library of these ops."""
+    """Replays graphs with the library of these ops."""
     replayer = ops.replayer()
     assert replayer is not None
     return replayer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 import urllib.error
@@ -69,6 +70,7 @@ def running(load_model: LoadModel, settings: ServerSettings | None = None) -> It
     finally:
         server.should_exit = True
         thread.join()
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

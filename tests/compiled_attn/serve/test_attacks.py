@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import threading
@@ -155,6 +156,10 @@ def test_large_bodies_are_refused_while_health_is_answered(server, name):
     assert status == 400, got
     assert len(got["error"]["message"]) < 1000
     assert answered > 1
+
+
+def test_collections_of_garbage_leave_out_the_model(server):
+    assert gc.get_freeze_count() > 10_000  # with it, one took 0.5 s, in which nothing was answered
 
 
 def test_a_client_that_sends_its_body_slowly_holds_up_nobody(server):
