@@ -33,8 +33,8 @@ class Transactions:
     def run(self, change: Callable[[], None]) -> None:
         """Makes a change, or rolls it back."""
         with delayed_interrupt():
-            self.is_running = True
             try:
+                self.is_running = True
                 change()
             except BaseException:
                 self._rollback()
@@ -60,8 +60,8 @@ def delayed_interrupt() -> Iterator[None]:
         if len(received) > 1:  # the step may hang
             handler(*signal_and_frame)
 
-    signal.signal(signal.SIGINT, receive)
     try:
+        signal.signal(signal.SIGINT, receive)
         yield
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -202,6 +202,11 @@ def capture(
         ValueError: `warm_runs` is below 1.
     """
     check_inputs(example_inputs, "example_inputs")
+    if of_many := {"symbolic", "strict"} & options.keys():
+        raise TypeError(
+            f"unknown option {min(of_many)!r}; it is of a WarmupManager, which captures many "
+            "buckets: leave it out"
+        )
     spec = spec_of(callable, backend, name or "", **options)
     inputs = InputsCheck(callable, example_inputs)
     note_capture(spec.name)

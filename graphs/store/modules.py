@@ -19,7 +19,7 @@ __all__ = ["file_of", "imports_in", "is_own", "version_of"]
 _GAP = rb"(?:[ \t]|\\\r?\n)*"
 _IMPORT = re.compile(
     rb"(?:from%b([.\w]+?)%bimport|import)\b%b" % (_GAP, _GAP, _GAP)
-    + rb"(\((?:#[^\n]*|[^)#])*\)|(?:\\\r?\n|[^#\n;])*)"
+    + rb"(\((?:#[^\n]*|[\w\s,.*\\])*\)|(?:\\\r?\n|[^#\n;])*)"
 )
 _COMMENT = re.compile(rb"#[^\n]*")
 _NAME = re.compile(rb"[\w.]+")

@@ -57,6 +57,8 @@ def _reachable(todo: list[str]) -> tuple[dict[str, str], set[str]]:
             packages.add(package)
             continue
         above = name.rpartition(".")[0]
+        if name == "__main__":  # of `python -m package.module`
+            above = getattr(sys.modules[name], "__package__", None) or ""
         try:
             found = file.stat()
             inside = name if file.name == "__init__.py" else above

@@ -91,6 +91,22 @@ def test_an_interrupted_stream_leaves_its_events_and_an_idle_engine():
     assert [event.token for event in engine.step()] == wanted[0]
 
 
+def test_a_request_whose_submission_is_interrupted_is_not_queued(monkeypatch, wanted):
+    engine = small_engine()
+    add = engine.scheduler.add
+
+    def with_interrupt(sequence):
+        add(sequence)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.scheduler, "add", with_interrupt)
+        engine.submit(_prompts()[1], PARAMS)
+    assert not engine.open_requests and not engine.has_work
+    request = engine.submit(_prompts()[0], PARAMS)
+    assert rest_of(engine) == {request: wanted[0]}
+
+
 def test_other_threads_do_not_touch_the_handler():
     def delay() -> None:
         with delayed_interrupt():

@@ -61,6 +61,12 @@ def test_examples_that_are_no_tuple_or_list_are_refused_before_anything_runs(wro
     assert ran == []
 
 
+@pytest.mark.parametrize("option", [{"symbolic": ["rows"]}, {"strict": False}])
+def test_options_of_a_manager_are_refused(option):
+    with pytest.raises(TypeError, match=f"unknown option '{next(iter(option))}'; it is of a Warm"):
+        capture(torch.relu, [torch.ones(2)], backend="eager", **option)
+
+
 def test_an_option_that_the_backend_does_not_know_is_refused_before_anything_runs():
     ran = []
     with pytest.raises(TypeError, match=r"unknown option 'mode'; expected .*'eager' \(none\)"):

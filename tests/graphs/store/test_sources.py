@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -140,6 +141,18 @@ def test_a_change_of_any_file_of_this_package_is_another_key(tmp_path, monkeypat
     assert len(digests) == 3
 
 
+def test_relative_imports_of_a_package_that_is_run_as_main_count(own, monkeypatch):
+    (own / "my_pack").mkdir()
+    for name in ("__init__", "helper"):
+        (own / "my_pack" / f"{name}.py").write_text("")
+    main = ModuleType("__main__")
+    main.__file__, main.__package__ = str(own / "my_pack" / "run.py"), "my_pack"
+    Path(main.__file__).write_text("from .helper import scale\n")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    files, _ = sources._reachable(["__main__"])
+    assert {"__main__", "my_pack", "my_pack.helper"} <= files.keys()
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -154,6 +167,7 @@ def test_a_change_of_any_file_of_this_package_is_another_key(tmp_path, monkeypat
         ("from .a import b", {"pack.sub.a", "pack.sub.a.b"}),
         ("from ..a import b", {"pack.a", "pack.a.b"}),
         ("from .import a", {"pack.sub", "pack.sub.a"}),
+        ("# a lazy import (see below\nfrom a import b\nx = c()", {"see", "a", "a.b"}),
     ],
 )
 def test_imports_are_found_by_their_full_names(text, found):
