@@ -337,16 +337,10 @@ class Engine:
             constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
         )
-        try:
-            with delayed_interrupt():
-                self._requests[request_id] = sequence
-                self.scheduler.add(sequence)
-                self.prompt_tokens += len(prompt)
-        except BaseException:  # nobody has its id
-            self._requests.pop(request_id, None)
-            if sequence in self.scheduler.waiting:
-                self.scheduler.finish(sequence)
-            raise
+        with delayed_interrupt(undo=lambda: self.drop({request_id})):  # nobody has its id then
+            self._requests[request_id] = sequence
+            self.scheduler.add(sequence)
+            self.prompt_tokens += len(prompt)
         return request_id
 
     def advance(self) -> None:

@@ -44,26 +44,31 @@ class Transactions:
 
 
 @contextlib.contextmanager
-def delayed_interrupt() -> Iterator[None]:
+def delayed_interrupt(undo: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Delays Ctrl-C to the end of the block; a second one interrupts at once.
 
+    Either, like any exception in the block, is raised after ``undo``.
     Only the main thread receives signals: elsewhere this does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
+    delays = threading.current_thread() is threading.main_thread() and callable(handler)
     received: list[tuple[Any, ...]] = []
 
     def receive(*signal_and_frame: Any) -> None:
         received.append(signal_and_frame)
-        if len(received) > 1:  # the step may hang
+        if len(received) > 1 and callable(handler):  # the step may hang
             handler(*signal_and_frame)
 
     try:
-        signal.signal(signal.SIGINT, receive)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(received) == 1:
-            handler(*received[0])
+        try:
+            if delays:
+                signal.signal(signal.SIGINT, receive)
+            yield
+        finally:
+            if delays:
+                signal.signal(signal.SIGINT, handler)
+            if len(received) == 1 and callable(handler):
+                handler(*received[0])
+    except BaseException:
+        undo()
+        raise

@@ -66,7 +66,7 @@ class RankEngine(Engine):
 
     def _follow(self, change: _Submitted | _Aborted) -> None:
         if isinstance(change, _Aborted):
-            self.abort(change.request_id)
+            self.drop({change.request_id})  # whose submission may have been interrupted
         else:
             self._ids = itertools.count(change.request_id)
             self.submit(change.prompt, change.sampling, salt=change.salt)
