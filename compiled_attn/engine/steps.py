@@ -62,7 +62,8 @@ class StepResult:
     ) -> None:
         """Appends tokens and events, then frees the blocks of finished requests.
 
-        The first part cannot fail; if the second does, the blocks can be rebuilt from the requests.
+        Only the exception of a signal handler can end the first part; if the second fails, the
+        blocks can be rebuilt from the requests.
         """
         finished = [each for each in self.changes if each.reason]
         for sequence, start, row, has_token, reason in self.changes:
