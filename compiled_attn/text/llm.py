@@ -127,7 +127,7 @@ class LLM:
     def close(self) -> None:
         """Aborts open requests, and frees graphs, cache and model; a second call does nothing.
 
-        Restores the attention of a model object.
+        Restores the attention of a model object; its layers stay packed, which may round otherwise.
         """
         engine, self._engine = self._engine, None
         if engine is None:

@@ -61,7 +61,7 @@ def test_a_closed_llm_gives_its_model_back_and_says_that_it_is_closed(model, mod
     own.close()
     assert model.config._attn_implementation == attention
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, before)
+        torch.testing.assert_close(model(ids).logits, before)  # layers stay packed
     assert executor.graphs.pending == len(executor.graphs.buckets)
     with pytest.raises(RuntimeError, match="expected an open LLM, got one that was closed"):
         own.generate(["Hello"])
