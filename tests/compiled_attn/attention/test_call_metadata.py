@@ -64,6 +64,10 @@ METADATA = {
         },
         "at least one part",
     ),
+    "some fields of requests": (
+        {"seq_lens": torch.zeros(2, dtype=torch.int32)},
+        "expected block_tables, seq_lens and query_start_loc together",
+    ),
     "a chunk of no block": ({"shared_chunk": 0}, "expected shared_chunk of at least 1"),
     "a slice of no query": ({"causal_width": 0}, "expected causal_width of at least 1"),
     "a window without positions": (
@@ -86,7 +90,8 @@ METADATA = {
         {"sliding_window": 3, "positions": of_another_size},
         "expected positions of shape",
     ),
-    "no window": ({"sliding_window": 0}, "sliding_window: expected at least 1"),
+    "no window": ({"sliding_window": 0}, "sliding_window: expected at least 1 token, got 0"),
+    "a negative window": ({"sliding_window": -1}, "expected at least 1 token, got -1"),
     "a cap of nothing": ({"softcap": 0.0}, "expected softcap of a positive number"),
 }
 
