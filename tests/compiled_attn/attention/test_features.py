@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_attn import PagedKVCache, UnifiedAttention, merge, merge_online
+from compiled_attn import PagedKVCache, UnifiedAttention
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
 from tests.compiled_attn.attention.unified_run import (
@@ -18,7 +17,6 @@ from tests.compiled_attn.attention.unified_run import (
     attention_of,
     in_chunks,
     metadata_of,
-    plan_of,
     run,
 )
 from tests.oracle import LARGEST, Scene, Shape
@@ -242,18 +240,3 @@ def test_the_module_equals_the_function(cache_dtype, latent):
         )
     assert not cache.key(0).float().any()
     assert set(module.state_dict()) == {"sinks", "value_projection"}
-
-
-def test_online_and_offline_merge_of_a_step_agree():
-    parts = []
-
-    def watched(*args, **options):
-        parts.append(attend(*args, **options))
-        return parts[-1]
-
-    scene = Scene(15, Shape(dtype=torch.float64)).share_prefix(6).add(0, 5, shared=True)
-    out = run(scene, shared_chunk=1, attend=watched).out
-    assert len(parts) == 1 + plan_of(scene).need["shared"]
-    torch.testing.assert_close(merge(*parts), out, atol=1e-12, rtol=1e-12)
-    online = functools.reduce(merge_online, parts)
-    torch.testing.assert_close(merge(online), out, atol=1e-12, rtol=1e-12)

@@ -98,15 +98,6 @@ def test_a_step_without_shared_blocks_has_no_chunks():
     assert not list(metadata_of(Scene(6).add(5, 1)).chunks_of_shared())
 
 
-def test_a_chunked_step_never_holds_a_bias_of_all_shared_blocks():
-    scene = Scene(7).share_prefix(3).add(2, 1, shared=True).add(0, 4, shared=True)
-    metadata = metadata_of(scene, shared_chunk=2)
-    sizes = [t.numel() for t in vars(metadata).values() if isinstance(t, torch.Tensor)]
-    tokens, blocks = metadata.shared_bias.shape
-    assert metadata.shared_bias.dtype == torch.int32
-    assert max(sizes) < tokens * blocks * metadata.block_size
-
-
 @pytest.mark.parametrize("shared_chunk", [None, 1])
 @pytest.mark.parametrize("dropped", ["shared_lengths", "unique_queries"])
 def test_fields_that_spare_work_can_be_left_out(shared_chunk, dropped):
