@@ -2,7 +2,7 @@
 
 `load` registers one implementation per process: C++ for this processor, prebuilt in a wheel or
 built on first use, or else the Python reference; for CUDA tensors `compiled_attn.ops.triton`. A
-named variant (another instruction set, a debug build) registers its ops in its own namespace, so
+named variant (another instruction set, sanitizers) registers its ops in its own namespace, so
 that variants can be compared in one process.
 """
 
@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,10 +139,8 @@ def load(
     isa: str | None = None,
     *,
     strict: bool = False,
-    debug: bool = False,
     sanitize: Sequence[str] = (),
     plain_tiles: bool = False,
-    folder: Path | None = None,
 ) -> NativeOps:
     """Builds the kernels if they are not cached, loads them, and registers the ops.
 
@@ -154,28 +151,24 @@ def load(
             be built; anything less is logged.
         strict: raise if the kernels cannot be built; otherwise uses Python, and logs it once.
             Named variants are always strict.
-        debug: symbols, no optimisation, checks in the kernels.
         sanitize: sanitizers to build with; their runtime must be preloaded.
         plain_tiles: emulates AMX in plain C++.
-        folder: cache of libraries, see `build.build`.
 
     Raises:
         NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict or a
             variant).
     """
-    return _LOADER.load(isa, strict, _Variant(debug, tuple(sanitize), plain_tiles), folder)
+    return _LOADER.load(isa, strict, _Variant(tuple(sanitize), plain_tiles))
 
 
 @dataclass(frozen=True)
 class _Variant:
-    debug: bool
     sanitize: tuple[str, ...]
     plain_tiles: bool
 
-    def words(self) -> list[str]:
+    def suffixes(self) -> list[str]:
         """Returns the suffixes of its namespace."""
-        flags = {"debug": self.debug, "plain_tiles": self.plain_tiles}
-        return [*(word for word, is_set in flags.items() if is_set), *self.sanitize]
+        return ["plain_tiles"] * self.plain_tiles + [*self.sanitize]
 
 
 class _Loader:
@@ -186,31 +179,20 @@ class _Loader:
         self._ops: dict[str, NativeOps] = {}
         self._libraries: list[torch.library.Library] = []
 
-    def load(
-        self,
-        isa: str | None,
-        strict: bool,
-        variant: _Variant,
-        folder: Path | None,
-    ) -> NativeOps:
-        words = [*([isa] if isa else []), *variant.words()]
-        namespace = "_".join([NAMESPACE, *words])
+    def load(self, isa: str | None, strict: bool, variant: _Variant) -> NativeOps:
+        suffixes = [*([isa] if isa else []), *variant.suffixes()]
+        namespace = "_".join([NAMESPACE, *suffixes])
         with self._lock:
             ops = self._ops.get(namespace)
             if ops is None:
-                ops = self._register(namespace, isa, strict or bool(words), variant, folder)
+                ops = self._register(namespace, isa, strict or bool(suffixes), variant)
                 self._ops[namespace] = ops
         if strict and ops.why_not_native is not None:
             raise NativeUnavailable(ops.why_not_native)
         return ops
 
     def _register(
-        self,
-        namespace: str,
-        isa: str | None,
-        strict: bool,
-        variant: _Variant,
-        folder: Path | None,
+        self, namespace: str, isa: str | None, strict: bool, variant: _Variant
     ) -> NativeOps:
         fragment = torch.library.Library(namespace, "FRAGMENT")
         self._libraries.append(fragment)  # registrations live as long as it does
@@ -218,7 +200,7 @@ class _Loader:
         if isa != REFERENCE:
             try:
                 isas = [isa] if isa else available_isas()
-                ops = _first_that_builds(isas, namespace, variant, folder)
+                ops = _first_that_builds(isas, namespace, variant)
             except NativeUnavailable as error:
                 if strict:
                     raise
@@ -239,9 +221,7 @@ class _Loader:
 _LOADER = _Loader()
 
 
-def _first_that_builds(
-    isas: Sequence[str], namespace: str, variant: _Variant, folder: Path | None
-) -> NativeOps:
+def _first_that_builds(isas: Sequence[str], namespace: str, variant: _Variant) -> NativeOps:
     """Builds and loads the first instruction set that compiler and system support.
 
     Raises:
@@ -251,7 +231,7 @@ def _first_that_builds(
     for isa in isas:
         try:
             request_permission(isa)
-            build = _load_library(isa, namespace, variant, folder)
+            build = _load_library(isa, namespace, variant)
         except (NativeUnavailable, OSError) as error:
             first = first or error
             continue
@@ -262,14 +242,14 @@ def _first_that_builds(
     raise NativeUnavailable(str(first)) from first
 
 
-def _load_library(isa: str, namespace: str, variant: _Variant, folder: Path | None) -> Build:
+def _load_library(isa: str, namespace: str, variant: _Variant) -> Build:
     """Loads the wheel's library, or else builds one.
 
     Raises:
         NativeUnavailable: the build fails.
         OSError: the library does not load.
     """
-    ready = prebuilt(isa, folder) if namespace == NAMESPACE else None
+    ready = prebuilt(isa) if namespace == NAMESPACE else None
     if ready is not None:
         try:
             torch.ops.load_library(str(ready.library))
@@ -280,7 +260,7 @@ def _load_library(isa: str, namespace: str, variant: _Variant, folder: Path | No
             )  # fmt: skip
         else:
             return ready
-    made = build(isa, namespace, folder=folder, **vars(variant))
+    made = build(isa, namespace, **vars(variant))
     torch.ops.load_library(str(made.library))
     return made
 

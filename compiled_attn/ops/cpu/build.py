@@ -19,7 +19,7 @@ import torch
 
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops.cpu.isa import flags_of
-from compiled_attn.ops.cpu.libraries import build_lock, is_intact, put, remove_unused
+from compiled_attn.ops.cpu.libraries import build_lock, is_intact, put
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreError
 from graphs.files import digest_of, remove
@@ -123,7 +123,6 @@ def build(
     namespace: str,
     *,
     folder: Path | None = None,
-    debug: bool = False,
     sanitize: Sequence[str] = (),
     plain_tiles: bool = False,
     compiler: str | None = None,
@@ -132,15 +131,14 @@ def build(
     """Builds the library of an instruction set, or finds it in the cache.
 
     The key is a hash of sources, flags, compiler and its version, torch's version, machine and C
-    library. Libraries unused for 30 days are removed. Processes wait for the one that builds; an
-    interrupted build leaves nothing that another takes for a library.
+    library. Processes wait for the one that builds; an interrupted build leaves nothing that others
+    would load.
 
     Args:
         isa: one of `isa.ISAS`.
         namespace: namespace in which the library registers its ops.
         folder: cache of libraries; None: `default_folder`.
-        debug: symbols, no optimisation, checks in the kernels.
-        sanitize: sanitizers, as ``-fsanitize`` takes them.
+        sanitize: sanitizers, as ``-fsanitize`` takes them; also symbols, and checks in the kernels.
         plain_tiles: emulates AMX in plain C++, bit for bit; for tests.
         compiler: None: `find_compiler`.
         sources: folder of the C++ sources.
@@ -152,7 +150,7 @@ def build(
     if why := why_no_locks():
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
     compiler = compiler or find_compiler()
-    plan = Plan(compiler, sources, isa, namespace, debug, tuple(sanitize), plain_tiles)
+    plan = Plan(compiler, sources, isa, namespace, tuple(sanitize), plain_tiles)
     home = folder
     try:
         home = home or default_folder()
@@ -175,7 +173,6 @@ class Plan:
     sources: Path
     isa: str
     namespace: str
-    debug: bool
     sanitize: tuple[str, ...]
     plain_tiles: bool
 
@@ -193,17 +190,16 @@ class Plan:
 
     def compile_flags(self, unit: str) -> list[str]:
         """Returns compiler flags for one of `UNITS`."""
-        checked = self.debug or self.sanitize
-        flags = [*_COMMON, *(_CHECKED if checked else ()), *self._sanitizers()]
+        flags = [*_COMMON, *(_CHECKED if self.sanitize else ()), *self._sanitizers()]
         if unit in KERNELS:
             # Only kernels may use the instruction set: the linker may pick any copy of an inline
             # function of a header, for all units.
             tiles = ["-DCOMPILED_ATTN_PLAIN_TILES"] if self.plain_tiles else []
             own = [*flags_of(self.isa), "-fopenmp", *tiles]
-            return [*flags, *own, *(() if checked else ("-O3",))]
+            return [*flags, *own, *(() if self.sanitize else ("-O3",))]
         headers = _torch_folder() / "include"
         own = [f"-I{headers}", f"-DCOMPILED_ATTN_NAMESPACE={self.namespace}"]
-        return [*flags, *own, *(() if checked else ("-O1",))]
+        return [*flags, *own, *(() if self.sanitize else ("-O1",))]
 
     def link_flags(self) -> list[str]:
         """Returns linker flags for a library that stays on this machine."""
@@ -251,7 +247,6 @@ def _cached(folder: Path, plan: Plan) -> Build:
             put(plan.compile(work), library)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        remove_unused(folder)
         return Build(library, plan.isa, round(time.perf_counter() - started, 3))
 
 

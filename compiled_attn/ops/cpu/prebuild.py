@@ -43,7 +43,7 @@ def prebuild(folder: Path, isas: Sequence[str]) -> Manifest:
     """
     folder.mkdir(parents=True, exist_ok=True)
     compiler = find_compiler()
-    plans = [Plan(compiler, SOURCES, isa, _NAMESPACE, False, (), False) for isa in isas]
+    plans = [Plan(compiler, SOURCES, isa, _NAMESPACE, (), False) for isa in isas]
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
         # The other units do not depend on the instruction set.
         shared = {unit: _object(work, "all", unit) for unit in UNITS if unit not in KERNELS}
@@ -89,15 +89,15 @@ def _main() -> None:
     parser.add_argument(
         "--any-torch", action="store_true", help=f"with another torch than {OLDEST_TORCH}"
     )
-    asked = parser.parse_args()
-    if not asked.any_torch and not torch.__version__.startswith(f"{OLDEST_TORCH}."):
+    options = parser.parse_args()
+    if not options.any_torch and not torch.__version__.startswith(f"{OLDEST_TORCH}."):
         parser.error(
             f"expected torch {OLDEST_TORCH}, whose libraries newer ones load, got "
             f"{torch.__version__}: run `make wheel`, or take --any-torch for your own use"
         )
     started = time.perf_counter()
-    made = prebuild(asked.folder, asked.isa or isas_of_machine())
-    for library in sorted(asked.folder.glob("*.so")):
+    made = prebuild(options.folder, options.isa or isas_of_machine())
+    for library in sorted(options.folder.glob("*.so")):
         print(f"{library}: {library.stat().st_size / 2**20:.2f} MiB")
     print(f"{made.platform}, torch {made.torch}, {time.perf_counter() - started:.0f} s")
 

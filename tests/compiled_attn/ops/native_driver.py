@@ -40,7 +40,7 @@ DRAWS = [
 
 
 def main(isa: str, tiles: str) -> None:
-    """All cases, all writes, all errors; ends the process if a sanitizer finds something."""
+    """Runs all cases, writes and errors; a finding of a sanitizer ends the process."""
     ops = load(isa, sanitize=("address", "undefined"), plain_tiles=tiles == "plain")
     for case in CASES.values():
         step = scene(**case)
@@ -58,7 +58,7 @@ def main(isa: str, tiles: str) -> None:
             ops.paged_attention(*step.arguments, **step.options)
         except RuntimeError:
             continue
-        raise AssertionError("a bad call was served")
+        raise AssertionError("a bad call was accepted")
     for case in ({}, {"cache_dtype": torch.int8}, {"dim": 7, "dtype": torch.bfloat16}):
         step = scene([(3, 9), (90, 300)], **case)
         poisoned = step.options.get("value_scale", step.value_cache)
@@ -83,7 +83,7 @@ def main(isa: str, tiles: str) -> None:
                 tokens = settle(ops, logits, draws_of(*DRAWS)).tolist()
                 rows = zip(logits, DRAWS, strict=True)
                 assert tokens == [of_sorted(row, *draw) for row, draw in rows]
-    for make in CALLS:
+    for make in CALLS.values():
         assert_moved(ops, ops.replayer(), make)
     print("clean", len(CASES), len(WRITES))
 

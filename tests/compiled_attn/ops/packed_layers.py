@@ -49,9 +49,9 @@ def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def assert_product(out, input, weight, bias=None) -> None:
     """Against the product in float64."""
-    wanted = input.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = input.double() @ weight.double().T + (0 if bias is None else bias.double())
     size = input.double().abs() @ weight.double().abs().T
     # Half a unit in the last place of bfloat16, and rounding of the sums in float32.
     rounding = 2**-8 if input.dtype is torch.bfloat16 else 0
     assert out.dtype is input.dtype
-    assert ((out.double() - wanted).abs() <= wanted.abs() * rounding + size * 2e-6).all()
+    assert ((out.double() - expected).abs() <= expected.abs() * rounding + size * 2e-6).all()

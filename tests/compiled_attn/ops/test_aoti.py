@@ -39,7 +39,7 @@ int main(int, char** argv) {
   std::vector<at::Tensor> inputs;
   for (auto value : module.run_method("forward").toTensorVector()) inputs.push_back(value);
   auto out = loader.run(inputs);
-  auto want = torch::jit::load(folder + "/wanted.jit").run_method("forward").toTensorVector();
+  auto want = torch::jit::load(folder + "/expected.jit").run_method("forward").toTensorVector();
   bool same = at::equal(out[0], want[0]) && at::equal(inputs[3], want[2]);
   std::cout << (same ? "same" : "different") << std::endl;
   return same ? 0 : 1;
@@ -82,18 +82,18 @@ def package(ops, tmp_path_factory) -> tuple[Path, Path]:
     torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "layer.pt2"))
     out, lse = ops.paged_attention_(*inputs, step.scale, window=40)
     assert_right((out, lse), step)
-    torch.jit.script(Tensors([out, lse, *inputs[3:5]])).save(str(folder / "wanted.jit"))
-    torch.save([out, lse, *inputs[3:5]], folder / "wanted.pt")
+    torch.jit.script(Tensors([out, lse, *inputs[3:5]])).save(str(folder / "expected.jit"))
+    torch.save([out, lse, *inputs[3:5]], folder / "expected.pt")
     return folder, ops.build.library
 
 
 def test_a_package_runs_where_only_torch_and_the_library_are(package):
     folder, library = package
     subprocess.run([sys.executable, "-c", PYTHON, str(folder), str(library)], check=True)
-    for out, wanted in zip(
-        torch.load(folder / "out.pt"), torch.load(folder / "wanted.pt"), strict=True
+    for out, expected in zip(
+        torch.load(folder / "out.pt"), torch.load(folder / "expected.pt"), strict=True
     ):
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
 
 
 def test_a_package_runs_from_cpp_without_python(package, tmp_path):

@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounter
 
 from compiled_attn.ops import NativeOps
 from compiled_attn.ops.rows import stands_alone
-from compiled_attn.ops.schema import schemas
 from tests.compiled_attn.ops.kernels import BEST, SLOW, loaded
 from tests.compiled_attn.ops.native_cases import MIXED
 from tests.compiled_attn.ops.native_scene import assert_right, new_tokens, scene
@@ -112,12 +111,6 @@ def _copies_of(codes: list[str], elements: int) -> list[str]:
         if "((" in line
     )
     return [str(size) for size in sizes if math.prod(size) >= elements // 2]
-
-
-def test_the_schemas_come_from_the_cpp_sources():
-    for name, text in schemas().items():
-        assert "\n" not in text and text.startswith(f"{name}(") and "-> " in text
-    assert {"paged_attention", "packed_linear", "sample_tokens"} <= {*schemas()}
 
 
 def test_only_a_dense_tensor_of_its_own_stands_alone():

@@ -142,9 +142,9 @@ def test_great_scores_weigh_what_they_are(ops, dtype, size, rows):
     bound = (off + relative * (weights + off)) @ values.abs()
     assert ((out.double() - weights @ values).abs() <= bound).all()
     assert bound.median() < 0.1  # a key that nearly ties with the largest is rare
-    wanted = scores.logsumexp(-1)
-    bound = errors.amax(-1) + relative + _gamma(4) * wanted.abs()
-    assert ((lse.double() - wanted).abs() <= bound).all()
+    expected = scores.logsumexp(-1)
+    bound = errors.amax(-1) + relative + _gamma(4) * expected.abs()
+    assert ((lse.double() - expected).abs() <= bound).all()
 
 
 def _gamma(roundings: int) -> float:
@@ -183,8 +183,8 @@ def test_a_row_of_great_scores_changes_no_bit_of_its_neighbours(ops, size):
 def test_a_scale_that_is_nearly_zero_weighs_all_keys_alike(ops):
     query, keys, values = (torch.randn(s) for s in ((64, H, D), (4, 16, 1, D), (4, 16, 1, D)))
     out, _ = _with(ops, query, keys, values, 1e-46)
-    wanted = values.view(64, D).cumsum(0) / torch.arange(1, 65)[:, None]
-    torch.testing.assert_close(out, wanted[:, None].expand_as(out), rtol=1e-5, atol=1e-5)
+    expected = values.view(64, D).cumsum(0) / torch.arange(1, 65)[:, None]
+    torch.testing.assert_close(out, expected[:, None].expand_as(out), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_empty_has_any_strides():

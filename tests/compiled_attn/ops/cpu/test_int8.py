@@ -90,12 +90,3 @@ def test_what_is_not_a_number_stays_so(ops, where):
     out, _ = _run(ops, step)
     assert out[-1, 0].isnan().all()
     assert out[:-1].isfinite().all()
-
-
-def test_neighbours_change_no_bit(ops):
-    step = _step()
-    out, lse = _run(ops, step)
-    alone = Scene(**{**vars(step), "query": step.query[-1:], "block_table": step.block_table[-1:]})
-    alone.seq_lens, alone.query_start_loc = step.seq_lens[-1:], torch.tensor([0, 1]).int()
-    own, own_lse = _run(ops, alone)
-    assert torch.equal(own[0], out[-1]) and torch.equal(own_lse[0], lse[-1])

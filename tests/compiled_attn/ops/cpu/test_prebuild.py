@@ -94,8 +94,8 @@ def test_a_wheel_serves_with_its_native_kernel_where_there_is_no_compiler(
 ):
     wheel = _wheel(library_only_built, tmp_path)
     assert "-py3-none-linux_" in wheel.name
-    served, library = _serve(wheel, tmp_path)
-    assert served == f"4 native 0 {ops.isa}, prebuilt"
+    report, library = _serve(wheel, tmp_path)
+    assert report == f"4 native 0 {ops.isa}, prebuilt"
     assert library.startswith(str(tmp_path / ".cache"))  # next to which tunings are saved
 
 
@@ -122,5 +122,5 @@ def test_libraries_as_make_wheel_builds_them_bring_no_openmp_and_no_paths(compil
     needs = _run(["readelf", "-d", str(libraries / f"{best}.so")], dict(os.environ))
     assert "libtorch_cpu.so" in needs
     assert not [word for word in ("gomp", "RPATH", "RUNPATH") if word in needs]
-    served, _ = _serve(_wheel(libraries, tmp_path), tmp_path)
-    assert served == f"4 native 0 {best}, prebuilt"
+    report, _ = _serve(_wheel(libraries, tmp_path), tmp_path)
+    assert report == f"4 native 0 {best}, prebuilt"

@@ -34,6 +34,14 @@ def test_a_library_that_fits_is_copied_to_the_cache(packed, tmp_path):
     before = made.library.stat().st_ino
     again = prebuilt("portable", tmp_path / "cache", packed)
     assert again == made and made.library.stat().st_ino == before
+    made.library.write_bytes(b"garbage")
+    assert prebuilt("portable", tmp_path / "cache", packed) == made
+    assert made.library.read_bytes() == b"library"
+
+
+def test_without_a_fitting_library_there_is_none(packed, tmp_path):
+    assert prebuilt("avx2", tmp_path / "cache", packed) is None
+    assert prebuilt("portable", tmp_path / "cache", tmp_path / "nowhere") is None
 
 
 def test_each_torch_has_a_copy_as_layers_are_measured_against_its_own(
@@ -43,22 +51,6 @@ def test_each_torch_has_a_copy_as_layers_are_measured_against_its_own(
     monkeypatch.setattr("torch.__version__", "98.0")
     second = prebuilt("portable", tmp_path / "cache", packed)
     assert first is not None and second is not None and first.library != second.library
-
-
-def test_a_copy_that_was_damaged_is_made_anew(packed, tmp_path):
-    made = prebuilt("portable", tmp_path / "cache", packed)
-    assert made is not None
-    made.library.write_bytes(b"garbage")
-    again = prebuilt("portable", tmp_path / "cache", packed)
-    assert again == made and made.library.read_bytes() == b"library"
-
-
-def test_an_instruction_set_that_the_wheel_lacks_has_no_library(packed, tmp_path):
-    assert prebuilt("avx2", tmp_path / "cache", packed) is None
-
-
-def test_a_checkout_has_no_libraries(tmp_path):
-    assert prebuilt("portable", tmp_path / "cache", tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(
@@ -105,12 +97,12 @@ def test_a_library_that_torch_refuses_is_built_from_source_with_one_line(
         loaded.append(path)
 
     ready = Build(bad, "portable", 0.0, is_prebuilt=True)
-    monkeypatch.setattr(loader, "prebuilt", lambda isa, folder: ready)
+    monkeypatch.setattr(loader, "prebuilt", lambda isa: ready)
     monkeypatch.setattr(loader, "build", lambda *_, **__: built)
     monkeypatch.setattr("torch.ops.load_library", load_library)
-    variant = loader._Variant(False, (), False)
+    variant = loader._Variant((), False)
     with caplog.at_level(logging.WARNING, "compiled_attn"):
-        assert loader._load_library("portable", loader.NAMESPACE, variant, None) is built
+        assert loader._load_library("portable", loader.NAMESPACE, variant) is built
     assert loaded == [str(built.library)]
     [said] = [record.getMessage() for record in caplog.records]
     assert "undefined symbol: torch_new_name" in said and "from source" in said
@@ -118,8 +110,8 @@ def test_a_library_that_torch_refuses_is_built_from_source_with_one_line(
 
 def test_a_variant_is_never_prebuilt(tmp_path, monkeypatch):
     built = Build(tmp_path / "good.so", "portable", 1.0)
-    monkeypatch.setattr(loader, "prebuilt", lambda isa, folder: pytest.fail("was asked for"))
+    monkeypatch.setattr(loader, "prebuilt", lambda isa: pytest.fail("loads the wheel's"))
     monkeypatch.setattr(loader, "build", lambda *_, **__: built)
     monkeypatch.setattr("torch.ops.load_library", lambda path: None)
-    variant = loader._Variant(True, (), False)
-    assert loader._load_library("portable", "compiled_attn_portable_debug", variant, None) is built
+    variant = loader._Variant(("address",), False)
+    assert loader._load_library("portable", "compiled_attn_portable_address", variant) is built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,66 +25,30 @@ def _no_grad():
         yield
 
 
-def attend(ops):
-    step = scene([(3, 5), (1, 40), (0, 0), (17, 17)])
-    return [*step.arguments], lambda *given: ops.paged_attention(*given)
+def paged(*options, write=False, cache_dtype=None):
+    """Makes a call of paged attention with tensors for some of its options."""
+
+    def make(ops):
+        step = scene([(3, 5), (1, 40), (0, 0), (17, 17)], cache_dtype=cache_dtype)
+        known = step.options | {"alibi_slopes": torch.rand(4), "sinks": torch.randn(4)}
+        names = [*step.options, *options]
+        given = [*step.arguments]
+        if write:
+            key, value, slots = new_tokens(step)
+            given[1:1] = [key, value]
+            given.insert(5, slots)
+        op = ops.paged_attention_ if write else ops.paged_attention
+
+        def call(*given):
+            positional, tensors = given[: -len(names) or None], given[len(given) - len(names) :]
+            return op(*positional, **dict(zip(names, tensors, strict=True)))
+
+        return [*given, *(known[name] for name in names)], call
+
+    return make
 
 
-def write_and_attend(ops):
-    step = scene([(3, 5), (1, 40), (17, 17)])
-    key, value, slots = new_tokens(step)
-    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step]
-    return given, lambda *given: ops.paged_attention_(*given)
-
-
-def attend_with_options(ops):
-    step = scene([(3, 5), (1, 40)])
-    slopes, sinks = torch.rand(4), torch.randn(4)
-
-    def call(*given):
-        *positional, alibi, sink = given
-        return ops.paged_attention(*positional, window=7, alibi_slopes=alibi, sinks=sink)
-
-    return [*step.arguments, slopes, sinks], call
-
-
-def attend_8_bits(ops):
-    step = scene([(3, 5), (1, 40), (17, 17)], cache_dtype=torch.int8)
-    scales = step.options["key_scale"], step.options["value_scale"]
-
-    def call(*given):
-        *positional, key_scale, value_scale = given
-        return ops.paged_attention(*positional, key_scale=key_scale, value_scale=value_scale)
-
-    return [*step.arguments, *scales], call
-
-
-def write_8_bits(ops):
-    step = scene([(3, 5), (1, 40)], cache_dtype=torch.int8)
-    key, value, slots = new_tokens(step)
-    scales = step.options["key_scale"], step.options["value_scale"]
-    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step, *scales]
-
-    def call(*given):
-        *positional, key_scale, value_scale = given
-        return ops.paged_attention_(*positional, key_scale=key_scale, value_scale=value_scale)
-
-    return given, call
-
-
-def write_with_everything(ops):
-    """Every tensor that the op can be given."""
-    step = scene([(3, 5), (1, 40)], cache_dtype=torch.int8)
-    key, value, slots = new_tokens(step)
-    options = step.options["key_scale"], step.options["value_scale"], torch.rand(4), torch.randn(4)
-    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step, *options]
-
-    def call(*given):
-        *positional, key_scale, value_scale, alibi, sinks = given
-        scales = {"key_scale": key_scale, "value_scale": value_scale}
-        return ops.paged_attention_(*positional, **scales, alibi_slopes=alibi, sinks=sinks)
-
-    return given, call
+WITH_ALL_TENSORS = paged("alibi_slopes", "sinks", write=True, cache_dtype=torch.int8)
 
 
 def multiply(ops):
@@ -102,20 +67,24 @@ def multiply_int8(ops):
     return [x, gate, up, a, b], lambda x, g, u, a, b: [ops.packed_swiglu(x, [g, u], [], [a, b])]
 
 
-def look_up(ops):
-    weight = packed_linear.pack(torch.randn(48, 64).bfloat16())
+def look_up(ops, pack=packed_linear.pack):
+    weight = pack(torch.randn(48, 64).bfloat16().float())
     return [weight, torch.tensor([3, 47, 0])], lambda *given: [ops.packed_rows(*given)]
 
 
-def look_up_halves(ops):
-    weight = packed_linear.halve(torch.randn(48, 64).bfloat16().float())
-    return [weight, torch.tensor([3, 47, 0])], lambda *given: [ops.packed_rows(*given)]
-
-
-CALLS = [
-    attend, write_and_attend, attend_with_options, attend_8_bits, write_8_bits,
-    write_with_everything, multiply, multiply_all, multiply_int8, look_up, look_up_halves,
-]  # fmt: skip
+CALLS = {
+    "attend": paged(),
+    "attend with options": paged("alibi_slopes", "sinks"),
+    "attend, int8": paged(cache_dtype=torch.int8),
+    "write": paged(write=True),
+    "write, int8": paged(write=True, cache_dtype=torch.int8),
+    "write with all tensors": WITH_ALL_TENSORS,
+    "linear": multiply,
+    "linears": multiply_all,
+    "swiglu": multiply_int8,
+    "rows": look_up,
+    "rows of halves": partial(look_up, pack=packed_linear.halve),
+}
 
 
 def are_equal(a, b):
@@ -123,14 +92,14 @@ def are_equal(a, b):
     return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("make", CALLS)
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 def test_a_recorded_call_does_the_same_in_other_memory(ops, replayer, make):
     torch.manual_seed(0)
     assert_moved(ops, replayer, make)
 
 
 def test_the_call_with_everything_has_every_tensor_of_the_schema(ops):
-    given, _ = write_with_everything(ops)
+    given, _ = WITH_ALL_TENSORS(ops)
     arguments, _ = schemas()["paged_attention_"].split("->")
     assert sum(isinstance(each, torch.Tensor) for each in given) == arguments.count("Tensor")
 
@@ -222,7 +191,7 @@ class Block(nn.Module):
         return query
 
 
-def test_a_replayed_graph_with_ops_is_that_of_eager_and_of_a_player_in_python(ops, replayer):
+def test_a_replayed_graph_with_ops_equals_eager(ops, replayer):
     torch.manual_seed(0)
     step = scene([(3, 5), (1, 40), (17, 17)])
     inputs = [step.query, *step.step[:3]]
@@ -292,12 +261,8 @@ def test_replayed_calls_are_not_recorded(ops, replayer):
     assert torch.equal(made, expected)
 
 
-def test_the_reference_has_no_player():
-    assert load("reference").replayer() is None
-
-
-def test_the_player_is_one_of_the_kind_that_graphs_take(replayer):
-    assert isinstance(replayer, NativeReplayer)
+def test_the_replayer_has_the_methods_that_graphs_call(replayer):
+    assert isinstance(replayer, NativeReplayer) and load("reference").replayer() is None
     assert {*vars(ReplayerDouble)} - {"__init__", "__module__", "__doc__"} <= {*dir(replayer)} | {
         "__dict__", "__weakref__", "__annotations__",
     }  # fmt: skip
