@@ -241,12 +241,8 @@ class FreeCopies:
     def move(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies nothing."""
 
-    def take(self, blocks: list[int]) -> list[Any]:
-        """Returns nothing."""
-        return []
-
-    def put(self, blocks: list[int], contents: list[Any]) -> None:
-        """Writes nothing."""
+    def swap(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Exchanges nothing."""
 
 
 class Spread(NamedTuple):
