@@ -125,7 +125,7 @@ class PagedCausalLM(nn.Module):
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
             self.halved = halved_weights(model)
             undo.pop_all()
-        self._snapshot = Snapshot(self.model, self._layers, self._attentions)
+        self._snapshot = Snapshot(self.model, self._layers)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step, given as the fields of its batch, to logits ``[L, vocab]``."""
