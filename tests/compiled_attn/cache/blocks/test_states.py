@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.states import BlockSet, BlockStates
 from tests.compiled_attn.state import state_of
 from tests.compiled_attn.work import lines_run
@@ -53,37 +52,6 @@ def test_a_set_agrees_with_the_built_in_one_over_random_calls() -> None:
 # States
 
 
-def test_the_lowest_free_block_is_taken() -> None:
-    states = taken(5)
-    states.release(5)
-    states.release(2)
-    assert [states.take() for _ in range(3)] == [2, 5, 6]
-    assert (states.num_free, states.num_used, states.num_cached) == (13, 6, 0)
-
-
-def test_a_cached_block_is_not_taken_and_has_content() -> None:
-    states = taken(3)
-    states.cache(1)
-    states.release(2)
-    assert [states.has_content(block) for block in (1, 2, 3, 4)] == [True, False, True, False]
-    assert (states.num_used, states.num_cached, states.num_free) == (1, 1, 17)
-    assert states.take() == 2
-    states.use(1)
-    assert states.num_used == 3
-
-
-def test_the_highest_used_block_is_exact_and_the_high_water_mark_stays() -> None:
-    states = BlockStates(20)
-    assert (states.highest_used, states.high_water) == (0, 0)
-    states = taken(5)
-    states.cache(5)
-    assert states.highest_used == 4
-    states.release(4)
-    assert (states.highest_used, states.high_water) == (3, 5)
-    states.exchange([(19, 3)])
-    assert (states.highest_used, states.high_water) == (19, 19)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -124,50 +92,6 @@ def test_taking_a_block_when_none_is_free_is_an_error_that_changes_nothing() -> 
     assert state_of(states) == before
 
 
-def test_the_highest_used_blocks_are_paired_with_the_lowest_that_are_not() -> None:
-    states = taken(9)
-    for block in (1, 3, 4):
-        states.release(block)
-    states.cache(2)
-    assert states.compaction(0) == []
-    assert states.compaction(2) == [(9, 1), (8, 2)]
-    assert states.compaction(100) == [(9, 1), (8, 2), (7, 3), (6, 4)]
-    states.exchange(states.compaction(100))
-    assert states.highest_used == states.num_used == 5
-    assert states.compaction(100) == []
-
-
-def test_exchanging_twice_restores_all_states() -> None:
-    states = taken(6)
-    states.cache(2)
-    states.release(3)
-    before = state_of(states)
-    assert states.exchange(iter([(2, 6), (5, 3), (1, 4)])) == [(2, 6), (5, 3), (1, 4)]
-    assert [states.has_content(block) for block in range(1, 7)] == [True] * 4 + [False, True]
-    assert states.highest_used == 4
-    states.exchange([(6, 2), (3, 5), (4, 1)])
-    assert state_of(states) == before
-
-
-def test_a_pool_renames_moved_blocks_in_its_tables_and_allocates_the_lowest() -> None:
-    pool = BlockPool(num_blocks=10, block_size=1)
-    for name in "abc":
-        pool.add(name)
-        pool.reserve(name, 2)
-    pool.free("a")
-    pairs = pool.compaction(8)
-    assert pairs == [(6, 1), (5, 2)]
-    pool.exchange(pairs)
-    assert pool.table("c").blocks == pool.table("c").array[:2].tolist() == [2, 1]
-    assert (pool.highest_used, pool.stats().highest_used, pool.stats().high_water) == (4, 4, 6)
-    assert pool.num_exchanges == 1
-    pool.add("d")
-    assert pool.reserve("d", 3) == [5, 6, 7]
-    pool.free("c")
-    pool.add("e")
-    assert pool.reserve("e", 3) == [1, 2, 8]
-
-
 # Cost: lines of Python executed, and the size of what they touch. No time is measured.
 
 
@@ -203,11 +127,6 @@ def test_operations_cost_the_same_at_a_hundred_thousand_blocks_but_for_one_level
     for call in calls:
         cheap, dear = lines_run(lambda c=call: c(small)), lines_run(lambda c=call: c(large))
         assert dear <= 2.2 * cheap + 8
-    # What a line touches does not grow either: two levels of words of 1024 bits, to a million.
-    assert len(large._sets[0]._levels) == 2
-    levels = BlockStates(10**6)._sets[0]._levels
-    assert [len(words) for words in levels] == [977, 1]
-    assert max(word.bit_length() for words in levels for word in words) <= 1024
 
 
 def test_planning_costs_by_the_moves_and_not_by_the_pool() -> None:
