@@ -33,13 +33,9 @@ def test_all_pages_are_there_before_the_first_request_writes_them():
     assert faults < 8  # of 32 huge pages
 
 
-def test_a_system_without_huge_pages_gives_plain_zeros(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_ADVICE", None)
-    assert huge_pages.zeros((1 << 20, 4), torch.float32).count_nonzero() == 0
-
-
-def test_a_refused_advice_gives_plain_zeros(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_ADVICE", 10_000)  # no such advice
+@pytest.mark.parametrize("advice", [None, 10_000])
+def test_a_system_without_huge_pages_or_that_advice_gives_plain_zeros(advice, monkeypatch):
+    monkeypatch.setattr(huge_pages, "_ADVICE", advice)
     assert huge_pages.zeros((1 << 20, 4), torch.float32).count_nonzero() == 0
 
 
