@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.pool import BlockPool
+from compiled_attn.cache.defrag.logical import LogicalBlocks
 
 __all__ = [
     "BlockCopies",
     "DefragReport",
     "DefragTotals",
-    "MovableBlocks",
     "Move",
     "OnlineDefragmenter",
 ]
@@ -35,29 +36,6 @@ class BlockCopies(Protocol):
 
     def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Exchanges the blocks of all pairs, or of none if it fails."""
-
-
-class MovableBlocks(Protocol):
-    """The owner of the blocks that are moved: a `BlockPool`, or `LogicalBlocks`."""
-
-    num_blocks: int
-
-    @property
-    def num_used(self) -> int:
-        """Number of used blocks."""
-
-    @property
-    def highest_used(self) -> int:
-        """The highest used block, 0 if none is used."""
-
-    def compaction(self, limit: int) -> list[tuple[int, int]]:
-        """Plans at most ``limit`` moves; see `BlockStates.compaction`."""
-
-    def has_content(self, block: int) -> bool:
-        """Whether a block must not be overwritten."""
-
-    def exchange(self, pairs: Iterable[tuple[int, int]]) -> object:
-        """Exchanges two blocks each in all tables, after their contents moved."""
 
 
 class Move(NamedTuple):
@@ -108,7 +86,7 @@ class DefragTotals:
 
 
 class OnlineDefragmenter:
-    """Keeps the highest used block close to the number of used blocks.
+    """Holds the highest used block close to the number of used blocks.
 
     :meth:`defragment` moves the highest used blocks to the lowest blocks that are not used, or
     exchanges them if the lower one is worth keeping (a cached prefix). Tables change only after the
@@ -139,7 +117,7 @@ class OnlineDefragmenter:
 
     def __init__(
         self,
-        blocks: MovableBlocks,
+        blocks: BlockPool | LogicalBlocks,
         swap: BlockCopies,
         *,
         max_waste: float = 0.25,
