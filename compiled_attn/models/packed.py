@@ -40,28 +40,35 @@ __all__ = [
 class _Packed(nn.Module):
     """A layer with a packed ``weight``, which `state_dict` returns and accepts as a plain one.
 
-    Attributes:
+    Args:
+        weight: ``[N, K]`` in the memory order of the op, or hidden by ``trap``.
         packed: the integers of a weight that the parameter does not store, else None.
         scale: ``[N]`` of an int8 weight, else None.
-        single: for a weight in halves an empty tensor of the dtype it represents, else None.
         trap: hides the parameter of packed integers, else None.
+
+    Attributes:
+        single: for a weight in halves an empty tensor of the dtype it represents, else None.
     """
 
-    weight: Tensor
     packed: Tensor | None
     scale: Tensor | None
     single: Tensor | None
-    trap: WriteTrap | None
 
-    def _register(
-        self, weight: Tensor, packed: Tensor | None, scale: Tensor | None, trap: WriteTrap | None
+    def __init__(
+        self,
+        weight: Tensor,
+        packed: Tensor | None = None,
+        scale: Tensor | None = None,
+        trap: WriteTrap | None = None,
     ) -> None:
+        super().__init__()
         self.weight, self.trap = weight, trap
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         is_halves = packed is not None and packed.dtype is torch.int16
         single = torch.empty(0, dtype=torch.float32) if is_halves else None
         self.register_buffer("single", single, persistent=False)  # cast together with the model
+        load()
 
     @property
     def _stored(self) -> Tensor:
@@ -69,7 +76,6 @@ class _Packed(nn.Module):
         return self.weight if self.packed is None else self.packed
 
     def _is_cast(self) -> bool:
-        """Whether the weight was cast, so that the op does not support it."""
         if self.single is not None:
             return self.single.dtype is not torch.float32
         return not packed_linear.is_packed(self._stored)
@@ -135,26 +141,16 @@ class PackedLinear(_Packed):
 
     Args:
         linear: the layer that it replaces, whose weight is packed.
-        packed: the integers of its weight, if they are stored outside of the parameter.
-        scale: ``[out_features]`` for int8.
-        trap: hides the parameter if the integers are stored outside of it.
+        stored: the weight's integers, scale and trap if the parameter does not store them.
 
     Shape:
         - forward(``[..., in_features]``) -> ``[..., out_features]``
     """
 
-    def __init__(
-        self,
-        linear: nn.Linear,
-        packed: Tensor | None = None,
-        scale: Tensor | None = None,
-        trap: WriteTrap | None = None,
-    ) -> None:
-        super().__init__()
+    def __init__(self, linear: nn.Linear, *stored: Any) -> None:
+        super().__init__(linear.weight, *stored)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._register(linear.weight, packed, scale, trap)
         self.bias = linear.bias
-        load()
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes the layer's output."""
@@ -200,25 +196,15 @@ class PackedEmbedding(_Packed):
 
     Args:
         embedding: the layer that it replaces, whose weight is packed.
-        packed: the integers of its weight, if they are stored outside of the parameter.
-        scale: ``[num_embeddings]`` for int8.
-        trap: hides the parameter if the integers are stored outside of it.
+        stored: as for `PackedLinear`.
 
     Shape:
         - forward(ids ``[...]``) -> ``[..., embedding_dim]``
     """
 
-    def __init__(
-        self,
-        embedding: nn.Embedding,
-        packed: Tensor | None = None,
-        scale: Tensor | None = None,
-        trap: WriteTrap | None = None,
-    ) -> None:
-        super().__init__()
+    def __init__(self, embedding: nn.Embedding, *stored: Any) -> None:
+        super().__init__(embedding.weight, *stored)
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self._register(embedding.weight, packed, scale, trap)
-        load()
 
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up the rows of ids."""
@@ -325,7 +311,6 @@ def packable(model: nn.Module) -> list[Parameter]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[Parameter, nn.Module]]]:
-    """Parameters and their modules by address."""
     owners = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -335,7 +320,6 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[Parameter, nn.Module]]]:
 
 
 def _parents(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
-    """Dictionaries of children that contain each module, by its id."""
     parents = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():

@@ -1,9 +1,9 @@
 """Detects writes to parameters whose values are packed elsewhere.
 
-Such a parameter keeps its dtype and shape but has no memory of its own: all elements of all of them
-alias one number, a NaN. Torch refuses most writes to such memory. The others, such as `fill_` or a
-write through a numpy view, change that number or the parameter's address, which is cheap to check
-before each step.
+Such a parameter has its dtype and shape but no memory of its own: all elements of all of them alias
+one number, a NaN. Torch refuses most writes to such memory. The others, such as `fill_` or a write
+through a numpy view, change that number or the parameter's address, which is cheap to check before
+each step.
 """
 
 from __future__ import annotations
