@@ -131,7 +131,7 @@ class PrefixIndex:
     def insert(self, key: bytes, block: int) -> bool:
         """Indexes ``block`` under ``key``; returns whether it is the block that is found.
 
-        A block that has a key keeps it.
+        The key of a block that has one does not change.
         """
         if block in self._key_of:
             return False

@@ -179,7 +179,6 @@ def _is_same(call: AttentionCall, other: AttentionCall) -> bool:
 
 
 def _problem(call: AttentionCall) -> str | None:
-    """Why paged attention cannot serve a call; None: it can."""
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     if call.layer is None:
         return "that has no layer_idx"
@@ -213,7 +212,6 @@ def context_limit(model: PreTrainedModel) -> int | None:
 
 
 def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """Rotary parameters of each type of layer, or those of all layers."""
     if not isinstance(parameters, Mapping):
         return
     if "rope_type" in parameters:

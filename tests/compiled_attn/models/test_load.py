@@ -172,7 +172,7 @@ def hub(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if file.is_file():
             (snapshot / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(socket.socket, "connect", None)  # nothing is asked of the network
+    monkeypatch.setattr(socket.socket, "connect", None)  # no network access
     monkeypatch.chdir(tmp_path)
     return snapshot
 

@@ -1,4 +1,4 @@
-"""A request served by a pool at once, and the copies of a pool performed at once."""
+"""Shortcuts: a request computed at once, and pending copies performed at once."""
 
 from __future__ import annotations
 

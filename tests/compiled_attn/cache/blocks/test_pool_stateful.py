@@ -1,8 +1,9 @@
 """Any sequence of calls to the pool, against a naive model of it and of the memory it manages.
 
 Every slot of the modelled cache holds a payload: the salt and the token history up to there. A
-freshly allocated block is poisoned, so is what a move left behind. What a table declares computed
-must show exactly the payload of its own tokens, whoever wrote it and however often it was moved.
+freshly allocated block is poisoned, so is the source of a move. Positions that a table declares
+computed must show exactly the payload of its own tokens, whoever wrote it and however often it was
+moved.
 The model predicts every block id that the pool hands out.
 """
 
@@ -68,8 +69,8 @@ def test_pool_and_model_agree_over_thousands_of_random_events(size: int) -> None
         random_event(both, rng)
         both.check()
     seen = {name for name, count in both.counts.items() if count > 20}
-    wanted = {"evictions", "hits", "preemptions", "out of blocks", "moves", "withdrawn"}
+    required = {"evictions", "hits", "preemptions", "out of blocks", "moves", "withdrawn"}
     if size > 1:
-        wanted |= {"copies"}
-    assert wanted <= seen
+        required |= {"copies"}
+    assert required <= seen
     assert {"heirs", "touched", *(["copied in parts"] if size > 1 else [])} <= both.counts.keys()

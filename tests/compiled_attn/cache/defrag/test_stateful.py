@@ -193,18 +193,18 @@ class LogicalBlocksMachine(RuleBasedStateMachine):
 
     @rule(
         finished=st.sets(st.sampled_from(NAMES)),
-        wanted=st.dictionaries(st.sampled_from(NAMES), st.lists(PICK, max_size=4), max_size=3),
+        added=st.dictionaries(st.sampled_from(NAMES), st.lists(PICK, max_size=4), max_size=3),
         shared=st.lists(st.tuples(PICK, PICK), max_size=2),
     )
     def update(
-        self, finished: set[str], wanted: dict[str, list[int]], shared: list[tuple[int, int]]
+        self, finished: set[str], added: dict[str, list[int]], shared: list[tuple[int, int]]
     ) -> None:
         scheduler = self.scheduler
         finished &= scheduler.held.keys()
         free = scheduler.free(finished)
         rest = {name: row for name, row in scheduler.held.items() if name not in finished}
         new: dict[str, list[int]] = {}
-        for name, picks in wanted.items():
+        for name, picks in added.items():
             count = min(len(picks), len(free))
             new[name] = [free.pop(pick % len(free)) for pick in picks[:count]]
         fresh = [block for blocks in new.values() for block in blocks]

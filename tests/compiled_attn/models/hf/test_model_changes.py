@@ -1,4 +1,4 @@
-"""A served model that is not as it was is an error, whatever changed."""
+"""A change of a model that an engine uses is an error."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ CHANGES = {
         "weight",
         nn.Parameter(layer.mlp.up_proj.weight.t().contiguous().t(), requires_grad=False),
     ),
-    "one parameter in two places": lambda layer: setattr(
+    "one parameter in two modules": lambda layer: setattr(
         layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight
     ),
     "a hook": hook,
