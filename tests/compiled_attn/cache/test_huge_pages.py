@@ -49,7 +49,7 @@ def test_a_buffer_outlives_what_made_it():
     assert key.sum() == 2.0 * key.numel()
 
 
-def test_fake_tensors_are_made_where_fake_ones_are_asked_for():
+def test_a_fake_mode_gets_fake_tensors():
     with FakeTensorMode():
         cache = PagedKVCache(1, 1 << 10, 16, 8, 64, dtype=torch.int8)
         assert all(isinstance(buffer, FakeTensor) for buffer in cache.buffers())

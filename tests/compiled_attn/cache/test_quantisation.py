@@ -54,7 +54,7 @@ def test_codes_are_the_nearest_and_the_largest_element_has_the_largest(dtype, se
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
-def test_what_the_oracle_keeps_is_what_the_library_keeps(dtype):
+def test_the_library_stores_what_the_oracle_stores(dtype):
     rows = _rows(1, torch.float32, 1.0)
     codes, scale = quantise(rows, dtype)
     stored, scales, read = keep(rows, dtype)
@@ -66,7 +66,7 @@ def test_what_the_oracle_keeps_is_what_the_library_keeps(dtype):
 def test_rows_that_are_quantised_already_stay_as_they_are(dtype):
     once = dequantise(*quantise(_rows(2, torch.float32, 1.0), dtype))
     twice = dequantise(*quantise(once, dtype))
-    torch.testing.assert_close(once, twice, atol=0, rtol=3e-7)  # the scale is rounded anew
+    torch.testing.assert_close(once, twice, atol=0, rtol=3e-7)  # the scale is rounded again
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)

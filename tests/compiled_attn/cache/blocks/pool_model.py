@@ -20,7 +20,7 @@ NAMES = "abcdef"
 
 @dataclass
 class Row:
-    """What the model knows of one request. ``tokens`` covers all reserved positions."""
+    """A request of the model. ``tokens`` covers all reserved positions."""
 
     salt: str | None
     tokens: list[int]

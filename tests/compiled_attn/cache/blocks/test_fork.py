@@ -38,7 +38,7 @@ def forked(children: int = 1) -> BlockPool:
     return pool
 
 
-def test_copies_stay_pending_until_they_are_said_to_be_performed() -> None:
+def test_copies_stay_pending_until_copied_is_called() -> None:
     pool = forked()
     before = state_of(pool)
     assert pool.pending_copies() == pool.pending_copies() == [(2, 3)]

@@ -1,4 +1,4 @@
-"""The blocks that a pool hands out: order, tables, errors and figures."""
+"""Allocation in a pool: order, tables, errors and statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.compiled_attn.cache.blocks.pools import run
 from tests.compiled_attn.state import state_of
 
 
-def test_blocks_are_handed_out_lowest_first_and_never_the_null_block() -> None:
+def test_the_lowest_block_is_allocated_first_and_never_the_null_block() -> None:
     pool = BlockPool(num_blocks=6, block_size=2)
     pool.add("a")
     assert pool.reserve("a", 10) == [1, 2, 3, 4, 5]
@@ -43,7 +43,7 @@ def test_running_out_raises_with_the_numbers_and_changes_nothing() -> None:
     assert len(pool.reserve("a", 14)) == 5
 
 
-def test_asking_whether_a_request_fits_has_no_side_effects() -> None:
+def test_can_reserve_and_can_allocate_have_no_side_effects() -> None:
     pool = BlockPool(num_blocks=8, block_size=2)
     run(pool, "cached", [1, 2, 3, 4])
     pool.free("cached")
@@ -130,7 +130,7 @@ def test_an_empty_table_has_no_last_position() -> None:
         _ = table.last_position
 
 
-def test_the_table_of_a_freed_request_shows_no_block_any_more() -> None:
+def test_the_table_of_a_freed_request_is_empty() -> None:
     pool = BlockPool(num_blocks=9, block_size=4)
     table = run(pool, "a", list(range(10)))
     pool.free("a")
@@ -208,7 +208,7 @@ def test_a_pool_that_could_hold_nothing_is_refused(num_blocks: int, block_size: 
         BlockPool(num_blocks, block_size)
 
 
-def test_errors_survive_the_way_to_another_process() -> None:
+def test_errors_can_be_pickled() -> None:
     for error in (OutOfBlocks("a", 9, 3, 1, 1, 7), UnknownRequest("a"), DuplicateRequest("a")):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
@@ -256,7 +256,7 @@ def test_the_reference_counts_are_a_live_view_that_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize("wrong", [6.0, "6", None])
-def test_a_length_that_is_no_integer_is_refused_in_the_midst_of_a_block_too(wrong):
+def test_a_length_that_is_no_integer_is_refused_inside_a_block(wrong):
     pool, tokens = BlockPool(num_blocks=8, block_size=4), [1, 2, 3, 4, 5, 6]
     pool.add("a", tokens)
     pool.reserve("a", 6)

@@ -4,7 +4,7 @@ Every slot of the modelled cache holds a payload: the salt and the token history
 freshly allocated block is poisoned, so is the source of a move. Positions that a table declares
 computed must show exactly the payload of its own tokens, whoever wrote it and however often it was
 moved.
-The model predicts every block id that the pool hands out.
+The model predicts every block id that the pool allocates.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ TestPool.settings = settings(stateful_step_count=40)
 
 @dataclass
 class Scheduler:
-    """An allocator of its own, which hands out any free block, and the model of its requests."""
+    """Another allocator, which takes any free block, and the model of its requests."""
 
     blocks: int
     held: dict[str, list[int]] = field(default_factory=dict)

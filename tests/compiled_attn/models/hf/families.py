@@ -1,4 +1,4 @@
-"""Small random models of every family that `AutoModelForCausalLM` knows."""
+"""Small random models of every family of `AutoModelForCausalLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers share compiled code only where they are alike, and any model is captured as it is."""
+"""Only layers that are alike share compiled code, and any model is captured as it is."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Shared:
 
 
 class Counting(nn.SiLU):
-    """Hands Python state on to the next layer."""
+    """Passes Python state to the next layer."""
 
     def forward(self, x):
         self.shared.count = (self.shared.count + 1) % LAYERS
