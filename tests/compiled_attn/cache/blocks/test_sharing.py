@@ -121,3 +121,30 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     pool.free("new")
     pool.add("x")
     assert [pool.append("x")[0] for _ in range(6)] == [3, 2, 1, 6, 5, 4]
+
+
+def run_together(pool: BlockPool, *prompts: list[int]) -> None:
+    """Requests 0, 1, ... that all start before the first of them is computed."""
+    for number, prompt in enumerate(prompts):
+        pool.add(number, prompt)
+        pool.reserve(number, len(prompt))
+    for number, prompt in enumerate(prompts):
+        pool.commit(number, prompt, len(prompt))
+
+
+def test_a_duplicate_in_use_is_found_after_the_first_block_was_evicted() -> None:
+    pool = BlockPool(num_blocks=7, block_size=1)
+    run_together(pool, [1, 2], [1, 2, 3])  # blocks 1, 2 and their duplicates 3, 4; block 5
+    pool.free(0)
+    pool.add("x")
+    assert [pool.append("x")[0] for _ in range(3)] == [6, 2, 1]
+    assert pool.add("y", [1, 2, 3, 4]).blocks == [3, 4, 5]
+
+
+def test_a_prefix_is_not_evicted_before_what_follows_its_duplicate() -> None:
+    pool = BlockPool(num_blocks=6, block_size=1)
+    run_together(pool, [1, 2], [1, 2, 3])
+    pool.free(0)
+    pool.free(1)  # its duplicates are free; 1 and 2 were used as recently as 5, which needs them
+    pool.add("x")
+    assert [pool.append("x")[0] for _ in range(5)] == [3, 4, 5, 2, 1]
