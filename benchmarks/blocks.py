@@ -92,7 +92,7 @@ class Caller:
         for function, *arguments in (
             (self.pool.fork, name, "child"),
             (self.pool.append, "child"),  # takes a copy of the half full block
-            (self.pool.pop_copies,),
+            (lambda: self.pool.copied(self.pool.pending_copies()),),
             (self.pool.free, "child"),
         ):
             self.timed("fork 9, append, free", function, *arguments)
@@ -241,12 +241,8 @@ class FreeCopies:
     def move(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies nothing."""
 
-    def take(self, blocks: list[int]) -> list[Any]:
-        """Returns nothing."""
-        return []
-
-    def put(self, blocks: list[int], contents: list[Any]) -> None:
-        """Writes nothing."""
+    def swap(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Exchanges nothing."""
 
 
 class Spread(NamedTuple):

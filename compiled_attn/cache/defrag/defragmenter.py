@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import NamedTuple, Protocol
 
 from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.pool import BlockPool
+from compiled_attn.cache.defrag.logical import LogicalBlocks
 
 __all__ = [
     "BlockCopies",
     "DefragReport",
     "DefragTotals",
-    "MovableBlocks",
     "Move",
     "OnlineDefragmenter",
 ]
@@ -34,39 +31,11 @@ class BlockCopies(Protocol):
     def bytes_per_block(self) -> int:
         """Bytes of a block in all tensors together."""
 
-    def move(self, pairs: NDArray[np.integer[Any]] | Sequence[tuple[int, int]]) -> None:
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks from sources to destinations."""
 
-    def take(self, blocks: Sequence[int] | NDArray[np.integer[Any]]) -> list[Tensor]:
-        """Returns a copy of blocks."""
-
-    def put(
-        self, blocks: Sequence[int] | NDArray[np.integer[Any]], contents: Sequence[Tensor]
-    ) -> None:
-        """Writes the result of `take` to as many blocks."""
-
-
-class MovableBlocks(Protocol):
-    """The owner of the blocks that are moved: a `BlockPool`, or `LogicalBlocks`."""
-
-    num_blocks: int
-
-    @property
-    def num_used(self) -> int:
-        """Number of used blocks."""
-
-    @property
-    def highest_used(self) -> int:
-        """The highest used block, 0 if none is used."""
-
-    def compaction(self, limit: int) -> list[tuple[int, int]]:
-        """Plans at most ``limit`` moves; see `BlockStates.compaction`."""
-
-    def has_content(self, block: int) -> bool:
-        """Whether a block must not be overwritten."""
-
-    def exchange(self, pairs: Iterable[tuple[int, int]]) -> object:
-        """Exchanges two blocks each in all tables, after their contents moved."""
+    def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Exchanges the blocks of all pairs, or of none if it fails."""
 
 
 class Move(NamedTuple):
@@ -115,18 +84,9 @@ class DefragTotals:
     swaps: int = 0
     bytes: int = 0
 
-    def plus(self, report: DefragReport) -> DefragTotals:
-        """Returns the totals including another call."""
-        return DefragTotals(
-            self.calls + 1,
-            self.moves + report.moves,
-            self.swaps + report.swaps,
-            self.bytes + report.bytes,
-        )
-
 
 class OnlineDefragmenter:
-    """Keeps the highest used block close to the number of used blocks.
+    """Holds the highest used block close to the number of used blocks.
 
     :meth:`defragment` moves the highest used blocks to the lowest blocks that are not used, or
     exchanges them if the lower one is worth keeping (a cached prefix). Tables change only after the
@@ -157,7 +117,7 @@ class OnlineDefragmenter:
 
     def __init__(
         self,
-        blocks: MovableBlocks,
+        blocks: BlockPool | LogicalBlocks,
         swap: BlockCopies,
         *,
         max_waste: float = 0.25,
@@ -219,28 +179,23 @@ class OnlineDefragmenter:
         moves, before = self.plan(), self.blocks.highest_used
         if not moves:
             return DefragReport(0, 0, 0, before, before)
-        pairs = [move[:2] for move in moves]
         exchanged = [move[:2] for move in moves if move.is_swap]
-        destinations = [destination for _, destination in exchanged]
-        contents = self._swap.take(destinations) if exchanged else []
-        is_moved = False
+        self._swap.swap(exchanged)
         try:
-            self._swap.move(pairs)
-            is_moved = True
-            if exchanged:
-                self._swap.put([source for source, _ in exchanged], contents)
-            self.blocks.exchange(pairs)
+            self._swap.move([move[:2] for move in moves if not move.is_swap])
+            self.blocks.exchange([move[:2] for move in moves])
         except BaseException:
-            if exchanged and is_moved:
-                self._swap.move([(destination, source) for source, destination in exchanged])
-            if exchanged:
-                self._swap.put(destinations, contents)
+            self._swap.swap(exchanged)  # its own inverse
             raise
-        written = sum(move.written_blocks for move in moves) * self._swap.bytes_per_block
-        swaps, after = sum(move.is_swap for move in moves), self.blocks.highest_used
-        report = DefragReport(len(moves), swaps, written, before, after)
-        self.totals = self.totals.plus(report)
-        return report
+        swaps, size, totals = len(exchanged), self._swap.bytes_per_block, self.totals
+        written = (len(moves) + swaps) * size
+        self.totals = DefragTotals(
+            totals.calls + 1,
+            totals.moves + len(moves),
+            totals.swaps + swaps,
+            totals.bytes + written,
+        )
+        return DefragReport(len(moves), swaps, written, before, self.blocks.highest_used)
 
     def __repr__(self) -> str:
         return (
