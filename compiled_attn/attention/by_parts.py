@@ -17,24 +17,16 @@ from compiled_attn.attention.parts import (
 )
 from compiled_attn.attention.sdpa import SdpaKernel
 from compiled_attn.attention.state import Attend, PartialAttention, has_no_queries, of_no_queries
-from compiled_attn.ops import AttentionTraits, PagedCall, choose
+from compiled_attn.ops import AttentionTraits, Implementation, PagedCall, choose
 
 __all__ = ["DENSE_KERNELS", "attend_parts", "fastest"]
 
 
-class DenseKernel:
+class DenseKernel(Implementation):
     """`compiled_attn.attention.dense.attend` as a kernel, which supports everything."""
 
     name = "reference"
     attend = staticmethod(attend)
-
-    def supports(self, traits: AttentionTraits) -> str | None:
-        """See `compiled_attn.ops.Implementation`."""
-        return None
-
-    def unavailable(self, traits: AttentionTraits) -> str | None:
-        """See `compiled_attn.ops.Implementation`."""
-        return None
 
 
 DENSE_KERNELS: tuple[SdpaKernel | DenseKernel, ...] = (SdpaKernel(), DenseKernel())
@@ -49,7 +41,7 @@ def fastest(traits: AttentionTraits) -> Attend:
 def attend_parts(
     call: PagedCall, key: Tensor, value: Tensor, metadata: UnifiedMetadata, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Out ``[T, H, Dv]`` and lse ``[T, H]``, in float32, of a call whose tokens are in the caches.
+    """Returns out ``[T, H, Dv]`` and lse ``[T, H]``, in float32; the caches hold the new tokens.
 
     Args:
         call: its caches, scales and scoring.
@@ -75,7 +67,6 @@ def attend_parts(
 
 
 def _slots(call: PagedCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Flat caches and scales of a call."""
     key_scale, value_scale = (
         None if each is None else each.flatten(0, 1) for each in (call.key_scale, call.value_scale)
     )
@@ -83,7 +74,6 @@ def _slots(call: PagedCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | Non
 
 
 def _shared(call: PagedCall, metadata: UnifiedMetadata, attend: Attend) -> PartialAttention | None:
-    """The shared blocks, chunk by chunk."""
     key_cache, value_cache, key_scale, value_scale = _slots(call)
     scoring = call.scoring
     slopes = scoring.slopes_for(call.query)

@@ -1,8 +1,9 @@
-"""Unified attention of a request whose blocks lie on several ranks: parts that are gathered."""
+"""Unified attention of requests whose blocks are on several ranks: gathers and merges parts."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from compiled_attn.attention.merge import lse as log_sum_exp
 from compiled_attn.attention.merge import merge
 from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
 from compiled_attn.attention.parts import partial_attn_sinks
-from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import FMIN, PartialAttention
 from compiled_attn.ops import PagedCall, attend_paged, unavailable
 
@@ -23,17 +23,17 @@ def attend_ranks(
 ) -> tuple[Tensor, Tensor]:
     """Out ``[T, H, Dv]`` and lse ``[T, H]``, in float32 and the same on every rank.
 
-    A rank attends to those keys of earlier steps that it has, none of which is hidden from a new
-    token, and the ranks exchange the results. The keys of this step are in every rank's hands,
-    whoever keeps them: each attends to all of them, causally, and sends nothing.
+    Each rank attends to its own keys of earlier steps, all of which every new token sees, and the
+    ranks exchange the results. Every rank has the keys of this step, whichever rank stores them,
+    and attends to all of them causally, without communication.
 
     Source: merging by log-sum-exp as in Flash-Decoding (2023) and ring attention (2023).
     """
     ranks = metadata.ranks
     assert ranks is not None
-    unavailable()  # or native: the op is there from here on
+    unavailable()  # registers the op
     key, value = key.to(call.query.dtype), value.to(call.query.dtype)
-    earlier = attend_paged(call._replace(scoring=_without_sinks(call.scoring), causal=False))
+    earlier = attend_paged(call._replace(scoring=replace(call.scoring, sinks=None), causal=False))
     parts = [*gathered(*earlier, ranks), _part(*_new(call, key, value))]
     if (sink := partial_attn_sinks(call.scoring.sinks, parts[0])) is not None:
         parts.append(sink)
@@ -41,14 +41,14 @@ def attend_ranks(
 
 
 def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention]:
-    """What each rank has found, in order: one collective.
+    """Returns the result of each rank, in order, by one collective.
 
     Args:
-        out: ``[T, H, Dv]``, normalised, zero in a row that saw no key.
+        out: ``[T, H, Dv]``, normalised, zero in a row without visible keys.
         lse: ``[T, H]``, -inf in such a row.
-        ranks: who takes part.
+        ranks: the group.
     """
-    ops = torch.ops._c10d_functional  # in place in no graph, and known to torch.compile
+    ops = torch.ops._c10d_functional  # functional, as torch.compile requires
     wide = torch.promote_types(out.dtype, torch.float32)
     own = torch.cat([out.to(wide), lse.to(wide).unsqueeze(-1)], -1).contiguous()
     every = ops.wait_tensor(ops.all_gather_into_tensor(own, ranks.size, ranks.group))
@@ -56,23 +56,18 @@ def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention
 
 
 def _new(call: PagedCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Every new token over those of its request up to itself: a cache of blocks of one token."""
+    """Causal attention among the new tokens of each request: a cache of blocks of one token."""
     starts = call.query_start_loc
     rows = torch.arange(key.shape[0], device=starts.device, dtype=starts.dtype)
     table, counts = starts[:-1].unsqueeze(-1) + rows, starts.diff()
-    scoring = _without_sinks(call.scoring)
+    scoring = replace(call.scoring, sinks=None)
     return attend_paged(
         PagedCall(call.query, key.unsqueeze(1), value.unsqueeze(1), table, counts, starts, scoring)
     )
 
 
-def _without_sinks(scoring: Scoring) -> Scoring:
-    """A sink is one key more of a row, whatever its keys are divided into."""
-    return scoring._replace(sinks=None)
-
-
 def _part(out: Tensor, lse: Tensor) -> PartialAttention:
-    """What was normalised, as a part again: its sum is 1, or 0 in a row that saw nothing."""
+    """A normalised result as a part: its sum is 1, or 0 in a row without visible keys."""
     is_empty = lse == -math.inf
     wide = torch.promote_types(out.dtype, torch.float32)
     total = (~is_empty).to(wide)

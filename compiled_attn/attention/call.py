@@ -1,12 +1,12 @@
-"""Calls of unified attention: checks of the arguments, writes, and the call of the op.
+"""A call of unified attention: argument checks, cache writes, and the call of the op.
 
-A compiled or captured graph must not read numbers: there `BatchBuilder` has checked them on the
-host.
+A compiled or captured graph must not read numbers: `BatchBuilder` has checked them on the host.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,95 +18,81 @@ from compiled_attn.cache.kv_cache import write_slots
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.ops import AttentionTraits, NewTokens, PagedCall, unit_strides
 
-__all__ = ["check", "check_numbers", "paged_call", "traits_of", "write_tokens"]
+__all__ = ["UnifiedCall", "check"]
 
 
-def write_tokens(
-    key: Tensor,
-    value: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    slots: Tensor,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    latent: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Writes keys and values to flat caches; returns them as a later step will read them, in the
-    cache's dtype or dequantised to float32.
+class UnifiedCall(NamedTuple):
+    """Arguments of `unified_attention`, under the same names."""
 
-    ``latent``: elements of a key that are its value if there are no values; None: all.
-    """
-    key = write_slots(key_cache, key, slots, key_scale)
-    if value is None or value_cache is None:  # part of the keys, written with them
-        return key, key[..., :latent]
-    return key, write_slots(value_cache, value, slots, value_scale)
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    key_cache: Tensor
+    value_cache: Tensor | None
+    metadata: UnifiedMetadata
+    scoring: Scoring
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    value_projection: Tensor | None = None
 
+    def traits(self) -> AttentionTraits:
+        """Returns what decides which kernel can serve the call."""
+        values = self.key_cache if self.value_cache is None else self.value_cache
+        scoring, metadata = self.scoring, self.metadata
+        tensors = *self[:-1], scoring.alibi_slopes, scoring.sinks  # the projection comes later
+        return AttentionTraits(
+            self.query.device.type,
+            self.query.dtype,
+            (self.key_cache.dtype, values.dtype),
+            self.query.shape[-1],
+            softcap=scoring.softcap is not None,
+            alibi=0 if scoring.alibi_slopes is None else 1,
+            gradients=torch.is_grad_enabled()
+            and any(isinstance(each, Tensor) and each.requires_grad for each in tensors),
+            by_request=metadata.by_request is not None,
+            by_parts=metadata.has_parts,
+            unit_stride=unit_strides(self.key_cache, values),
+        )
 
-def paged_call(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    metadata: UnifiedMetadata,
-    scoring: Scoring,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    latent: int | None = None,
-    new: NewTokens | None = None,
-) -> PagedCall:
-    """The call of the op over flat caches, seen block by block; arguments as in `write_tokens`.
+    def write_tokens(self) -> tuple[Tensor, Tensor]:
+        """Writes keys and values to the caches; returns them as later steps will read them, in the
+        dtype of the caches or dequantised to float32.
+        """
+        slots = self.metadata.slot_mapping
+        key = write_slots(self.key_cache, self.key, slots, self.key_scale)
+        if self.value is None or self.value_cache is None:  # part of the keys, written with them
+            return key, key[..., : self._latent()]
+        return key, write_slots(self.value_cache, self.value, slots, self.value_scale)
 
-    The call of a step that has only parts has no requests.
-    """
-    if value_cache is None:
-        value_cache, value_scale = key_cache[..., :latent], key_scale
-    none = metadata.slot_mapping[:0]
-    requests = metadata.by_request or (none.unsqueeze(0), none, none)
+    def paged(self, new: NewTokens | None) -> PagedCall:
+        """Returns the call of the op, over the caches block by block.
 
-    def blocks(slots: Tensor) -> Tensor:
-        found: Tensor = slots.unflatten(0, (-1, metadata.block_size))
-        return found
+        A step that has only parts has no requests.
+        """
+        metadata = self.metadata
+        value_cache, value_scale = self.value_cache, self.value_scale
+        if value_cache is None:
+            value_cache, value_scale = self.key_cache[..., : self._latent()], self.key_scale
+        none = metadata.slot_mapping[:0]
 
-    return PagedCall(
-        query,
-        blocks(key_cache),
-        blocks(value_cache),
-        *requests,
-        scoring,
-        key_scale=None if key_scale is None else blocks(key_scale),
-        value_scale=None if value_scale is None else blocks(value_scale),
-        new=new,
-    )
+        def blocks(slots: Tensor) -> Tensor:
+            by_block: Tensor = slots.unflatten(0, (-1, metadata.block_size))
+            return by_block
 
+        return PagedCall(
+            self.query,
+            blocks(self.key_cache),
+            blocks(value_cache),
+            *(metadata.by_request or (none.unsqueeze(0), none, none)),
+            self.scoring,
+            key_scale=None if self.key_scale is None else blocks(self.key_scale),
+            value_scale=None if value_scale is None else blocks(value_scale),
+            new=new,
+        )
 
-def traits_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    metadata: UnifiedMetadata,
-    scoring: Scoring,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> AttentionTraits:
-    """What decides which kernel can serve a call; arguments as of `unified_attention`."""
-    values = key_cache if value_cache is None else value_cache
-    slopes = scoring.alibi_slopes
-    scales = key_scale, value_scale
-    learned = query, key, value, key_cache, values, *scales, slopes, scoring.sinks
-    return AttentionTraits(
-        query.device.type,
-        query.dtype,
-        (key_cache.dtype, values.dtype),
-        query.shape[-1],
-        softcap=scoring.softcap is not None,
-        alibi=0 if slopes is None else 1,
-        gradients=torch.is_grad_enabled()
-        and any(each is not None and each.requires_grad for each in learned),
-        by_request=metadata.by_request is not None,
-        by_parts=metadata.has_parts,
-        unit_stride=unit_strides(key_cache, values),
-    )
+    def _latent(self) -> int | None:
+        """Elements of a key that are its value if there are no values; None: all."""
+        return None if self.value_projection is None else self.value_projection.shape[1]
 
 
 _expect = Expect(
@@ -116,44 +102,31 @@ _expect = Expect(
 )
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    metadata: UnifiedMetadata,
-    scoring: Scoring,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    value_projection: Tensor | None = None,
-) -> None:
+def check(call: UnifiedCall) -> None:
     """Raises ValueError or TypeError unless the arguments of `unified_attention` fit together."""
+    query, key, m = call.query, call.key, call.metadata
     _expect.tensor("query", query, "[T, H, D]", (None, None, None), FLOATS)
     tokens, heads, dim = query.shape
     _expect.tensor("key", key, "[T, Hk, D]", (tokens, None, dim), (query.dtype,), query)
     _expect.heads(heads, key.shape[1])
-    _check_cache("key", key_cache, key_scale, key, metadata.block_size)
-    _check_values(query, key, value, key_cache, value_cache, value_scale, metadata.block_size)
-    _check_scoring(scoring, query)
-    _check_projection(value_projection, query, value)
-    _check_parts(metadata)
-    _check_shapes(metadata, tokens, heads, query)
-    _check_positions(metadata, scoring, tokens)
-    _check_requests(metadata, query)
-    _check_ranks(metadata, scoring)
+    _check_cache("key", call.key_cache, call.key_scale, key, m.block_size)
+    _check_values(call)
+    _check_scoring(call.scoring, query)
+    if call.value_projection is not None:
+        _check_projection(call.value_projection, query, call.value)
+    _check_parts(m)
+    _check_shapes(m, tokens, heads, query)
+    _check_positions(m, call.scoring, tokens)
+    _check_requests(m, query)
+    if m.ranks is not None:
+        _check_ranks(m, call.scoring)
     if can_read(query):
         # First, since numbers that are written over after they were checked can be anything.
-        written = {
-            "key_cache": key_cache,
-            "value_cache": value_cache,
-            "key_scale": key_scale,
-            "value_scale": value_scale,
-        }
-        read = {"query": query, "key": key, "value": value, **vars(metadata)}
-        _expect.apart(written, read)
+        names = ("key_cache", "value_cache", "key_scale", "value_scale")
+        read = {"query": query, "key": key, "value": call.value, **vars(m)}
+        _expect.apart({name: getattr(call, name) for name in names}, read)
         if query.device.type == "cpu":  # on another device each layer would wait for them
-            check_numbers(metadata, tokens, key_cache.shape[0])
+            _check_numbers(m, tokens, call.key_cache.shape[0])
 
 
 def _check_cache(
@@ -164,38 +137,31 @@ def _check_cache(
     _expect.tensor(f"{name}_cache", cache, legend, shape, FLOATS + QUANTISED, new)
     slots = cache.shape[0]
     if block_size < 1 or slots % block_size:
-        wanted = f"{name}_cache of a multiple of block_size {block_size} slots"
-        _expect(False, wanted, slots, "the metadata was built for another cache")
+        expected = f"{name}_cache of a multiple of block_size {block_size} slots"
+        _expect(False, expected, slots, "the metadata was built for another cache")
     if (cache.dtype in QUANTISED) != (scale is not None):
-        wanted = f"{name}_scale with a cache of {QUANTISED} and with no other"
+        expected = f"{name}_scale with a cache of {QUANTISED} and with no other"
         got = f"{name}_scale {_given(scale)} with {cache.dtype}"
-        _expect(False, wanted, got, "pass PagedKVCache's caches and scales together")
+        _expect(False, expected, got, "pass PagedKVCache's caches and scales together")
     if scale is not None:
         shape = (slots, new.shape[1])
         _expect.tensor(f"{name}_scale", scale, "[slots, Hk]", shape, (torch.float32,), new)
 
 
-def _check_values(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    key_cache: Tensor,
-    cache: Tensor | None,
-    scale: Tensor | None,
-    block_size: int,
-) -> None:
+def _check_values(call: UnifiedCall) -> None:
+    query, value, cache, scale = call.query, call.value, call.value_cache, call.value_scale
     if (value is None) != (cache is None):
-        wanted = "value and value_cache both (a cache with V) or neither (latents, without V)"
+        expected = "value and value_cache both (a cache with V) or neither (latents, without V)"
         got = f"value {_given(value)} and value_cache {_given(cache)}"
-        _expect(False, wanted, got, "pass the other too")
+        _expect(False, expected, got, "pass the other too")
     if value is None or cache is None:
         got, remedy = _given(scale), "latents have key_scale"
         _expect(scale is None, "value_scale only with value_cache", got, remedy)
         return
-    shape = (query.shape[0], key.shape[1], None)
+    shape = (query.shape[0], call.key.shape[1], None)
     _expect.tensor("value", value, "[T, Hk, Dv]", shape, (query.dtype,), query)
-    _check_cache("value", cache, scale, value, block_size)
-    both = cache.shape[0], key_cache.shape[0]
+    _check_cache("value", cache, scale, value, call.metadata.block_size)
+    both = cache.shape[0], call.key_cache.shape[0]
     remedy = "make both caches with the same number of blocks"
     _expect(both[0] == both[1], "as many value slots as key slots", both, remedy)
 
@@ -214,17 +180,11 @@ def _check_scoring(scoring: Scoring, query: Tensor) -> None:
         check_window(scoring.window)
 
 
-def _check_projection(projection: Tensor | None, query: Tensor, value: Tensor | None) -> None:
-    if projection is None:
-        return
+def _check_projection(projection: Tensor, query: Tensor, value: Tensor | None) -> None:
     legend = "[H, R, Dv], R at most a value's size,"
     _expect.tensor("value_projection", projection, legend, (None, None, None))
-    taken = projection.shape[1]
-    if value is not None:
-        taken = value.shape[-1]
-    elif taken > query.shape[2]:
-        taken = query.shape[2]
-    shape = (query.shape[1], taken, None)
+    size = min(projection.shape[1], query.shape[2]) if value is None else value.shape[-1]
+    shape = (query.shape[1], size, None)
     _expect.tensor("value_projection", projection, legend, shape, like=query)
 
 
@@ -237,8 +197,8 @@ def _check_parts(m: UnifiedMetadata) -> None:
     for name, fields in parts.items():
         given = sum(field is not None for field in fields)
         if 0 < given < len(fields):
-            wanted, got = f"all fields of the {name} part or none of them", f"{given}"
-            _expect(False, wanted, got, "blocks without a bias would be left out in silence")
+            expected, got = f"all fields of the {name} part or none of them", f"{given}"
+            _expect(False, expected, got, "blocks without a bias would be left out in silence")
     _expect(
         m.has_parts or m.by_request is not None,
         "at least one part of the attention",
@@ -284,8 +244,8 @@ def _check_unique(m: UnifiedMetadata, heads: int, like: Tensor) -> None:
 def _check_requests(m: UnifiedMetadata, like: Tensor) -> None:
     given = [field is not None for field in (m.block_tables, m.seq_lens, m.query_start_loc)]
     if any(given) and not all(given):
-        wanted = "block_tables, seq_lens and query_start_loc together or none of them"
-        _expect(False, wanted, f"{sum(given)} of them", "fill all three, or none")
+        expected = "block_tables, seq_lens and query_start_loc together or none of them"
+        _expect(False, expected, f"{sum(given)} of them", "fill all three, or none")
     if m.by_request is None:
         return
     tables, lengths, starts = m.by_request
@@ -296,9 +256,7 @@ def _check_requests(m: UnifiedMetadata, like: Tensor) -> None:
 
 
 def _check_ranks(m: UnifiedMetadata, scoring: Scoring) -> None:
-    """No rank knows which positions its keys have."""
-    if m.ranks is None:
-        return
+    # No rank knows the positions of its keys.
     remedy = "keys on several ranks are found by block tables"
     _expect(m.by_request is not None, "ranks with a step request by request", "none", remedy)
     remedy = "attention that depends on positions needs all keys on one rank"
@@ -333,14 +291,7 @@ def _given(tensor: Tensor | None) -> str:
     return "not given" if tensor is None else "given"
 
 
-def check_numbers(m: UnifiedMetadata, tokens: int, slots: int) -> None:
-    """Raises ValueError unless every slot, block and row is one, and new tokens have their own.
-
-    Args:
-        m: metadata whose shapes and dtypes fit already.
-        tokens: rows of the step.
-        slots: slots of the cache.
-    """
+def _check_numbers(m: UnifiedMetadata, tokens: int, slots: int) -> None:
     blocks = slots // m.block_size
     _expect_range("slot_mapping", m.slot_mapping, slots)
     if m.shared_blocks is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 __all__ = ["Scoring", "by_position", "capped", "check_window"]
 
 
-class Scoring(NamedTuple):
+@dataclass(frozen=True)
+class Scoring:
     """Parameters of scores: scale, softcap, ALiBi and window are applied in this order.
 
     Attributes:
@@ -25,6 +26,7 @@ class Scoring(NamedTuple):
     """
 
     scale: float
+    _: KW_ONLY
     window: int | None = None
     softcap: float | None = None
     alibi_slopes: Tensor | None = None

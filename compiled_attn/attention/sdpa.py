@@ -16,12 +16,12 @@ from torch import Tensor
 from compiled_attn.arguments import FLOATS
 from compiled_attn.attention.nonfinite import for_added_mask
 from compiled_attn.attention.state import FMIN, PartialAttention, has_no_queries, of_no_queries
-from compiled_attn.ops.traits import AttentionTraits
+from compiled_attn.ops.traits import AttentionTraits, Implementation
 
 __all__ = ["SdpaKernel"]
 
 
-class SdpaKernel:
+class SdpaKernel(Implementation):
     """Torch's flash attention on the CPU, without gradients."""
 
     name = "sdpa"

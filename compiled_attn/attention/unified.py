@@ -1,8 +1,7 @@
 """Unified attention: one call for a whole engine step, whatever mix of requests is in it.
 
-New tokens are written to the paged cache, then three partial attentions (causal, shared, unique)
-are taken and merged. After the unified attention of the Gaudi vLLM plugin; `UnifiedMetadata` keeps
-its names.
+Writes new tokens to the paged cache, then merges three partial attentions (causal, shared, unique).
+After the unified attention of the Gaudi vLLM plugin, whose names `UnifiedMetadata` uses.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from compiled_attn.attention.by_parts import attend_parts, fastest
 from compiled_attn.attention.by_rank import attend_ranks
-from compiled_attn.attention.call import check, paged_call, traits_of, write_tokens
+from compiled_attn.attention.call import UnifiedCall, check
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import Attend
@@ -42,8 +41,7 @@ def unified_attention(
     kernel: KernelChoice = "auto",
     fused_write: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Writes this step's keys and values to the cache, then attends every token to all that it may
-    see.
+    """Writes this step's keys and values to the cache, then attends each token to those it may see.
 
     Args:
         query: ``[T, H, D]``, fp32, fp64, bf16 or fp16; softmax statistics are at least float32.
@@ -75,8 +73,8 @@ def unified_attention(
             `torch.compiler.nested_compile_region`, where torch refuses ops that write: there torch
             writes, and the kernel reads.
 
-    New tokens are seen as the cache keeps them, rounded to its element type: a prompt gives the
-    same results whichever way it is cut into chunks.
+    New tokens are seen as the cache stores them, rounded to its element type, so that results of a
+    prompt do not depend on how it is cut into chunks.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype; a row that sees nothing is zero and has lse -inf;
@@ -102,28 +100,25 @@ def unified_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    check(
+    call = UnifiedCall(
         query, key, value, key_cache, value_cache, metadata, scoring, key_scale, value_scale,
         value_projection,
     )  # fmt: skip
-    latent = None if value_projection is None else value_projection.shape[1]
-    caches, scales = (key_cache, value_cache), (key_scale, value_scale)
-    traits = traits_of(query, key, value, *caches, metadata, scoring, *scales)
-    is_native = metadata.ranks is None and chooses_native(kernel, traits)
-    new = None
-    if is_native and fused_write and value is not None:
-        new = NewTokens(key, value, metadata.slot_mapping)
-    else:
-        key, value = write_tokens(key, value, *caches, metadata.slot_mapping, *scales, latent)
-    call = paged_call(query, *caches, metadata, scoring, *scales, latent, new)
-    if is_native:
-        out, log_sum = attend_paged(call)
-    else:
-        assert value is not None
-        if metadata.ranks is not None:
-            out, log_sum = attend_ranks(call, key, value, metadata)
+    check(call)
+    traits = call.traits()
+    if metadata.ranks is None and chooses_native(kernel, traits):
+        new = None
+        if fused_write and value is not None:
+            new = NewTokens(key, value, metadata.slot_mapping)
         else:
-            out, log_sum = attend_parts(call, key, value, metadata, attend or fastest(traits))
+            call.write_tokens()
+        out, log_sum = attend_paged(call.paged(new))
+    else:
+        tokens, paged = call.write_tokens(), call.paged(None)
+        if metadata.ranks is not None:
+            out, log_sum = attend_ranks(paged, *tokens, metadata)
+        else:
+            out, log_sum = attend_parts(paged, *tokens, metadata, attend or fastest(traits))
     if value_projection is not None:
         # Linear, so once after the merge instead of once a part.
         out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))

@@ -94,8 +94,8 @@ def _check_new(call: PagedCall, new: NewTokens) -> None:
         if each is not None:
             steps = zip(each.stride(), each.shape, strict=True)
             own = all(step or size == 1 for step, size in steps)
-            wanted = f"{name} with memory for each element"
-            _expect(own, wanted, "an expanded tensor", "call .clone()")
+            expected = f"{name} with memory for each element"
+            _expect(own, expected, "an expanded tensor", "call .clone()")
     _expect.apart(written, read)
 
 
@@ -119,8 +119,8 @@ def _check_lengths(call: PagedCall) -> None:
             f"{begin}..{end}",
             "query_start_loc is a running sum that ends at the tokens of the step",
         )
-        wanted = f"seq_lens[{request}] in 0..{room} ({width} blocks of {size})"
-        _expect(0 <= length <= room, wanted, length, "widen the block table")
+        expected = f"seq_lens[{request}] in 0..{room} ({width} blocks of {size})"
+        _expect(0 <= length <= room, expected, length, "widen the block table")
 
 
 def _check_blocks(call: PagedCall) -> None:
@@ -130,6 +130,6 @@ def _check_blocks(call: PagedCall) -> None:
         bad = ((used < 0) | (used >= blocks)).nonzero()
         if bad.numel():
             column = int(bad[0])
-            wanted = f"block_table[{request}, {column}] in 0..{blocks - 1}"
+            expected = f"block_table[{request}, {column}] in 0..{blocks - 1}"
             remedy = "the request needs it: give it a block of the cache"
-            _expect(False, wanted, int(used[column]), remedy)
+            _expect(False, expected, int(used[column]), remedy)

@@ -51,7 +51,7 @@ def unavailable() -> str | None:
     return _default().why_not_native
 
 
-class NativeKernel:
+class NativeKernel(Implementation):
     """The kernel behind ``torch.ops.compiled_attn.paged_attention``: C++ for CPUs, Triton."""
 
     name = "native"
@@ -66,18 +66,14 @@ class NativeKernel:
         return why
 
 
-class PortableKernel:
-    """Plain torch."""
+class PortableKernel(Implementation):
+    """Attention in plain PyTorch."""
 
     name = "portable"
 
     def supports(self, traits: AttentionTraits) -> str | None:
         """See `Implementation`."""
         return None if traits.by_parts else "takes metadata with parts, not by request alone"
-
-    def unavailable(self, traits: AttentionTraits) -> str | None:
-        """See `Implementation`."""
-        return None
 
 
 _KERNELS: tuple[Implementation, ...] = (NativeKernel(), PortableKernel())

@@ -51,7 +51,6 @@ class FuseLinears(CustomGraphPass):
 
 
 def _arguments(node: Node) -> list[Any]:
-    """Input, weight, bias and scale of a call of ``packed_linear``."""
     given = dict(zip(("input", "weight", "bias", "scale"), node.args, strict=False)) | node.kwargs
     return [given[name] for name in ("input", "weight")] + [given.get("bias"), given.get("scale")]
 
@@ -88,8 +87,8 @@ def _fuse(graph: Graph, nodes: list[Node]) -> Node:
 def _fuse_swiglu(graph: Graph, layers: Node) -> None:
     """Replaces ``silu(gate) * up`` of a ``packed_linears`` call by ``packed_swiglu``.
 
-    Requires that these are all layers of the call, have one shape and dtype, which the product
-    keeps, and that nothing else reads them.
+    Requires that these are all layers of the call, that they and the product have one shape and
+    dtype, and that nothing else reads them.
     """
     outs = [*layers.users]
     if len(outs) != 2 or any(user.target is not getitem for user in outs):

@@ -1,9 +1,8 @@
-"""What decides which kernel can serve an attention, and the protocol of kernels."""
+"""What decides which kernel can compute an attention, and the base class of kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -53,13 +52,15 @@ class AttentionTraits:
     page: int | None = None
 
 
-class Implementation(Protocol):
+class Implementation:
     """A kernel that computes attention."""
 
     name: str
 
     def supports(self, traits: AttentionTraits) -> str | None:
-        """Returns None if it can serve such an attention where it is available, else the reason."""
+        """Returns None if it computes such an attention where it is available, else the reason."""
+        return None
 
     def unavailable(self, traits: AttentionTraits) -> str | None:
         """Returns why it is not available here for an attention it supports, or None."""
+        return None

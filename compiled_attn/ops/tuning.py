@@ -123,8 +123,8 @@ class Tuning:
 
     def _read_again(self) -> None:
         if self.file is not None:
-            kept = _read(self.file).items() - self._forgotten.items()
-            self._known = dict(sorted(kept)) | self._measured
+            saved = _read(self.file).items() - self._forgotten.items()
+            self._known = dict(sorted(saved)) | self._measured
 
     def _write(self) -> None:
         if self.file is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.ops.call import PagedCall
-from compiled_attn.ops.traits import AttentionTraits
+from compiled_attn.ops.traits import AttentionTraits, Implementation
 
 __all__ = ["VarlenKernel", "active_implementation", "attend", "traits_of", "why_not"]
 
@@ -24,7 +24,7 @@ _MAX_HEAD_DIM = 256
 _MODULE = "torch.nn.attention.varlen"
 
 
-class VarlenKernel:
+class VarlenKernel(Implementation):
     """The kernel behind ``torch.nn.attention.varlen.varlen_attn`` with a block table."""
 
     name = "varlen"
@@ -82,19 +82,16 @@ def traits_of(call: PagedCall) -> AttentionTraits:
     )
 
 
-def attend(call: PagedCall, function: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: PagedCall) -> tuple[Tensor, Tensor]:
     """Computes out ``[T, H, D]`` and lse ``[T, H]`` of a supported call, see `why_not`.
 
-    Passes the bucket's sizes, so a captured graph serves any lengths.
-
-    Args:
-        call: its caches already hold the new tokens.
-        function: replaces ``varlen_attn``.
+    The caches already hold the new tokens. Passes sizes of the bucket, so that a captured graph is
+    valid for any lengths.
     """
     query, starts = call.query, call.query_start_loc
     tokens, width = query.shape[0], call.block_table.shape[1]
     aux: Any = import_module(_MODULE)
-    out, lse = (function or _varlen_attn())(
+    out, lse = _varlen_attn()(
         query,
         call.key_cache,
         call.value_cache,

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.nonfinite import are_finite, nan_if_seen, zero_others
+from compiled_attn.attention.dense import attend
+from compiled_attn.attention.merge import lse as log_sum_exp
+from compiled_attn.attention.merge import merge
 from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.compat.flash.forward import forward
 from compiled_attn.compat.flash.inputs import FlashCall
@@ -109,7 +111,7 @@ def flash_attn_with_kvcache(
 
 @torch.no_grad()
 def flash_attn_with_kvcache_reference(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Reference of `flash_attn_with_kvcache`, row by row and head by head; eager only.
+    """Reference of `flash_attn_with_kvcache`, row by row; eager only.
 
     Computes, writes and raises the same for the same arguments; ignores ``num_splits``.
     """
@@ -155,27 +157,27 @@ def _slots(call: FlashCall, row: int, total: int) -> tuple[Tensor, Tensor]:
 def _attend_row(
     call: FlashCall, row: int, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
+    queries, heads, dim = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    group = query.shape[1] // key.shape[1]
-    i = torch.arange(query.shape[0], device=query.device).unsqueeze(1) + len(key) - len(query)
+    if not len(key):
+        lowest = query.new_full((heads, queries), -math.inf, dtype=dtype)
+        return query.new_zeros(queries, heads, dim, dtype=dtype), lowest
+    i = torch.arange(queries, device=query.device).unsqueeze(1) + len(key) - queries
     j = torch.arange(len(key), device=query.device)
     left, right = call.window
-    visible = torch.ones_like(i - j, dtype=torch.bool)
-    visible &= j >= i - left if left >= 0 else visible
-    visible &= j <= i + right if right >= 0 else visible
-    finite = are_finite(value)
-    value, nan = zero_others(finite, value), nan_if_seen(visible, finite).unsqueeze(-1)
-    outs, lses = [], []
-    for head in range(query.shape[1]):
-        scores = query[:, head] @ key[:, head // group].T * call.scoring.scale
-        if call.softcap > 0:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
-        if call.alibi_slopes is not None:
-            slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[row]
-            scores = scores - slopes[head].to(dtype) * (i - j).abs()
-        scores = scores.masked_fill(~visible, -math.inf)
-        weights = torch.softmax(scores, -1).masked_fill(~visible, 0)  # NaN if no key is visible
-        outs.append(weights @ value[:, head // group] + nan)
-        lses.append(torch.logsumexp(scores, -1))
-    return torch.stack(outs, 1), torch.stack(lses)
+    hidden = torch.zeros_like(i - j, dtype=torch.bool)
+    if left >= 0:
+        hidden |= j < i - left
+    if right >= 0:
+        hidden |= j > i + right
+    bias = (i - j).abs().to(dtype).neg()
+    slopes = call.alibi_slopes
+    if slopes is None:
+        bias = torch.zeros_like(bias)
+    else:
+        slopes = slopes if slopes.dim() == 1 else slopes[row]
+        bias = slopes.to(dtype)[:, None, None] * bias
+    bias = bias.masked_fill(hidden, -math.inf)
+    scoring = call.scoring
+    part = attend(query, key, value, bias, scale=scoring.scale, softcap=scoring.softcap)
+    return merge(part), log_sum_exp(part).T

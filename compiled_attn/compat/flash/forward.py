@@ -90,7 +90,7 @@ def forward(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor
 
 
 def _append(call: FlashCall, lengths: Tensor, pages: PageTable) -> Tensor:
-    """Writes the new tokens; returns the (rotated) queries."""
+    """Writes the new tokens; returns the queries, rotated if needed."""
     if call.k is None or call.v is None:
         return call.q
     query, key = call.q, call.k

@@ -41,7 +41,7 @@ class FlashCall:
 
     @property
     def new_tokens(self) -> int:
-        """Sn."""
+        """Number of new tokens of each row."""
         return 0 if self.k is None else self.k.shape[1]
 
     @property

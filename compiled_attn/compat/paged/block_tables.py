@@ -46,7 +46,7 @@ def pages(call: DecodeCall, width: int, partition: int | None) -> Pages:
 
 
 def lost_rows(call: DecodeCall) -> Tensor:
-    """Rows that cannot be served, ``[S]`` bool: too many tokens, or a token without a block."""
+    """Returns invalid rows, ``[S]`` bool: too many tokens, or a token without a block."""
     short = (call.seq_lens < 0) | (call.seq_lens > call.capacity)
     return short | unknown_blocks(call).any(-1)
 

@@ -79,7 +79,7 @@ def reshape_and_cache(
 
 
 def _check(call: CacheWrite) -> tuple[int, int]:
-    """Validates the arguments; returns the number of blocks and their size."""
+    """Returns the number of blocks and their size."""
     key, slots, layout, values = call.key, call.slot_mapping, call.layout, call.value_cache
     expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
     expect.tensor("value", call.value, "like key", key.shape, (key.dtype,), key)

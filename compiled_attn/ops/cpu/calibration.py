@@ -125,7 +125,7 @@ class _Search:
         min_gain: float = _MIN_GAIN,
         rounds: int = _ROUNDS,
     ) -> None:
-        """Measures changes to the best, the first of which changes nothing; keeps the fastest."""
+        """Measures changes to the best, the first of which changes nothing; selects the fastest."""
         options = [replace(self.best, **change) for change in changes]
         if len(options) == 1:
             return

@@ -19,9 +19,8 @@ from compiled_attn.ops import varlen
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend, compile_plan
-from compiled_attn.ops.triton.plans import PLANS, Plans, chip_of
+from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, VarlenCalls, chip_of
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
-from compiled_attn.ops.triton.varlen_calls import REFUSED, VarlenCalls
 
 __all__ = ["call_of", "measuring", "tune"]
 

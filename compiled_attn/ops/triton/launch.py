@@ -28,9 +28,8 @@ from compiled_attn.ops.triton.arguments import (
 )
 from compiled_attn.ops.triton.attend import attend_kernel
 from compiled_attn.ops.triton.merge import merge_kernel
-from compiled_attn.ops.triton.plans import PLANS
+from compiled_attn.ops.triton.plans import PLANS, REFUSED
 from compiled_attn.ops.triton.tiles import Plan
-from compiled_attn.ops.triton.varlen_calls import REFUSED
 from compiled_attn.ops.triton.write import write_kernel
 
 __all__ = ["Runner", "attend", "compile_plan", "paged_attention", "paged_attention_"]

@@ -44,10 +44,10 @@ def attended(layout, **scoring):
 )
 def test_a_rank_that_has_all_keys_finds_what_one_process_does(ranks, scoring):
     layout = DividedTableLayout(8, 4, None, BlockShare(0, 1), ranks.group)
-    for own, wanted in zip(
+    for own, expected in zip(
         attended(layout, **scoring), attended(TableLayout(8, 4), **scoring), strict=True
     ):
-        torch.testing.assert_close(own, wanted)
+        torch.testing.assert_close(own, expected)
 
 
 def test_a_row_without_a_key_is_zero_and_one_that_is_not_finite_stays_so(ranks):

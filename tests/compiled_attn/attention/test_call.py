@@ -24,17 +24,11 @@ BIASES = ("causal_bias", "shared_bias", "unique_bias")
 
 SHAPES = {
     "a query without heads": ({"query": lambda x: x[0]}, "expected query "),
-    "a batched query": (
-        {"query": lambda x: x.unsqueeze(0)},
-        r"expected query \[T, H, D\] of shape",
-    ),
+    "a batched query": ({"query": lambda x: x.unsqueeze(0)}, r"query \[T, H, D\] of shape"),
     "a key without heads": ({"key": lambda x: x[:, 0]}, "expected key "),
     "a value without heads": ({"value": lambda x: x[:, 0]}, "expected value "),
     "a cache of blocks": ({"key_cache": lambda x: x.unflatten(0, (-1, 4))}, "expected key_cache "),
-    "heads that are no multiple": (
-        {"query": lambda x: x[:, :3]},
-        r"H divisible by Hk, got \(3, 2\)",
-    ),
+    "odd heads": ({"query": lambda x: x[:, :3]}, r"H divisible by Hk, got \(3, 2\)"),
     "fewer keys": ({"key": lambda x: x[:-1]}, "expected key .*of shape"),
     "fewer values": ({"value": lambda x: x[:-1]}, "expected value .*of shape"),
     "values of fewer heads": ({"value": lambda x: x[:, :1]}, "expected value .*of shape"),
@@ -55,14 +49,8 @@ SHAPES = {
     "a scale of the whole token": ({"value_scale": lambda x: x[:, :1]}, "expected value_scale "),
     "slopes of KV heads": ({"alibi_slopes": torch.ones(2)}, "expected alibi_slopes "),
     "a sink for all heads": ({"sinks": torch.ones(1)}, "expected sinks "),
-    "a projection without heads": (
-        {"value_projection": torch.ones(16, 8)},
-        "expected value_projection ",
-    ),
-    "a projection of fewer heads": (
-        {"value_projection": torch.ones(2, 16, 8)},
-        "expected value_projection ",
-    ),
+    "a projection without heads": ({"value_projection": torch.ones(16, 8)}, "value_projection "),
+    "projection of fewer heads": ({"value_projection": torch.ones(2, 16, 8)}, "value_projection "),
     "a projection of a part of the value": (
         {"value_projection": torch.ones(4, 12, 8)},
         "expected value_projection ",
@@ -77,24 +65,12 @@ CACHED = {
 }
 
 DTYPES = {
-    "an int query": (
-        {"query": lambda x: x.nan_to_num().int()},
-        "expected query of dtype float32 or",
-    ),
-    "an fp8 query": (
-        {"query": lambda x: x.to(torch.float8_e5m2)},
-        "expected query of dtype float32 or",
-    ),
+    "an int query": ({"query": lambda x: x.nan_to_num().int()}, "query of dtype float32 or"),
+    "an fp8 query": ({"query": lambda x: x.to(torch.float8_e5m2)}, "query of dtype float32 or"),
     "another key": ({"key": lambda x: x.half()}, "expected key of dtype float32, got float16"),
-    "another value": (
-        {"value": lambda x: x.double()},
-        "expected value of dtype float32, got float64",
-    ),
+    "another value": ({"value": lambda x: x.double()}, "value of dtype float32, got float64"),
     "an int cache": ({"key_cache": lambda x: x.int()}, "expected key_cache of dtype float32 or"),
-    "a bool cache": (
-        {"value_cache": lambda x: x.bool()},
-        "expected value_cache of dtype float32 or",
-    ),
+    "a bool cache": ({"value_cache": lambda x: x.bool()}, "value_cache of dtype float32 or"),
     "a cache of another fp8": (
         {"key_cache": lambda x: x.to(torch.float8_e4m3fnuz), "key_scale": None},
         "expected key_cache of dtype float32 or",

@@ -16,10 +16,7 @@ METADATA = {
         "expected slot_mapping of shape .* same bucket",
     ),
     "causal bias of another bucket": ({"causal_bias": lambda x: x[:, 1:]}, "expected causal_bias "),
-    "causal bias of KV heads": (
-        {"causal_bias": lambda x: x.expand(2, -1, -1)},
-        "expected causal_bias ",
-    ),
+    "causal bias of KV heads": ({"causal_bias": lambda x: x.expand(2, -1, -1)}, "causal_bias "),
     "shared bias of another bucket": ({"shared_bias": lambda x: x[:, 1:]}, "expected shared_bias "),
     "shared bias of other blocks": ({"shared_bias": lambda x: x[..., 1:]}, "expected shared_bias "),
     "usages of another bucket": (
@@ -29,16 +26,10 @@ METADATA = {
     "lengths of another bucket": ({"shared_lengths": of_another_size}, "expected shared_lengths "),
     "a scalar of blocks": ({"shared_blocks": torch.tensor(3)}, "expected shared_b.* of shape"),
     "blocks in rows": ({"unique_blocks": lambda x: x.unsqueeze(0)}, "expected unique_blocks "),
-    "mapping of another bucket": (
-        {"unique_block_mapping": of_another_size},
-        "expected unique_block_mapping ",
-    ),
+    "mapping of other bucket": ({"unique_block_mapping": of_another_size}, "unique_block_mapping "),
     "unique bias of another bucket": ({"unique_bias": of_another_size}, "expected unique_bias "),
     "unique bias of other blocks": ({"unique_bias": lambda x: x[:, 1:]}, "expected unique_bias "),
-    "unique queries in rows": (
-        {"unique_queries": lambda x: x.unsqueeze(0)},
-        "expected unique_queries ",
-    ),
+    "unique queries in rows": ({"unique_queries": lambda x: x.unsqueeze(0)}, "unique_queries "),
     "shared blocks without bias": ({"shared_bias": None}, "all fields of the shared part"),
     "unique blocks without bias": ({"unique_bias": None}, "all fields of the unique part"),
     "a bias without blocks": ({"unique_blocks": None}, "all fields of the unique part"),
@@ -64,12 +55,13 @@ METADATA = {
         },
         "at least one part",
     ),
+    "some fields of requests": (
+        {"seq_lens": torch.zeros(2, dtype=torch.int32)},
+        "expected block_tables, seq_lens and query_start_loc together",
+    ),
     "a chunk of no block": ({"shared_chunk": 0}, "expected shared_chunk of at least 1"),
     "a slice of no query": ({"causal_width": 0}, "expected causal_width of at least 1"),
-    "a window without positions": (
-        {"sliding_window": 3, "positions": None},
-        r"metadata\.positions: expected",
-    ),
+    "window without positions": ({"sliding_window": 3, "positions": None}, r"metadata\.positions"),
     "slopes without positions": (
         {"alibi_slopes": torch.ones(4), "positions": None},
         r"metadata\.positions: expected",
@@ -86,7 +78,8 @@ METADATA = {
         {"sliding_window": 3, "positions": of_another_size},
         "expected positions of shape",
     ),
-    "no window": ({"sliding_window": 0}, "sliding_window: expected at least 1"),
+    "no window": ({"sliding_window": 0}, "sliding_window: expected at least 1 token, got 0"),
+    "a negative window": ({"sliding_window": -1}, "expected at least 1 token, got -1"),
     "a cap of nothing": ({"softcap": 0.0}, "expected softcap of a positive number"),
 }
 
@@ -97,15 +90,9 @@ NUMBERS = {
         {"slot_mapping": lambda x: put(0, int(x[1]))(x)},
         r"slot of its own .* got slot \d+ twice: .* copy it",
     ),
-    "a shared block beyond the cache": (
-        {"shared_blocks": put(0, 64)},
-        r"shared_blocks: .* 0\.\.63",
-    ),
+    "shared block beyond the cache": ({"shared_blocks": put(0, 64)}, r"shared_blocks: .* 0\.\.63"),
     "a negative shared block": ({"shared_blocks": put(1, -64)}, "shared_blocks: .* got -64"),
-    "a unique block beyond the cache": (
-        {"unique_blocks": put(0, 64)},
-        r"unique_blocks: .* 0\.\.63",
-    ),
+    "unique block beyond the cache": ({"unique_blocks": put(0, 64)}, r"unique_blocks: .* 0\.\.63"),
     "a negative unique block": ({"unique_blocks": put(2, -1)}, "unique_blocks: .* got -1"),
     "a row beyond the step": (
         {"unique_block_mapping": put(0, 12)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_attn import PagedKVCache, UnifiedAttention, merge, merge_online
+from compiled_attn import PagedKVCache, UnifiedAttention
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
 from tests.compiled_attn.attention.unified_run import (
@@ -18,7 +17,6 @@ from tests.compiled_attn.attention.unified_run import (
     attention_of,
     in_chunks,
     metadata_of,
-    plan_of,
     run,
 )
 from tests.oracle import LARGEST, Scene, Shape
@@ -67,13 +65,25 @@ def test_any_combination_of_features_is_exact(data, seed):
     )
 
 
+SLOPES = torch.tensor([0.5, 0.25, -0.125, 2.0], dtype=torch.float64)
+SINKS = torch.tensor([0.1, -2.0, 1.5, 0.0], dtype=torch.float64)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("chunk", [None, 1, 2, 5])
-def test_alibi_is_exact_in_all_three_parts(kernel, chunk):
-    slopes = torch.tensor([0.5, 0.25, -0.125, 2.0], dtype=torch.float64)
-    scene = Scene(1, Shape(dtype=torch.float64)).share_prefix(3)
+@pytest.mark.parametrize(
+    ("shape", "features"),
+    [
+        ({}, {"alibi_slopes": SLOPES, "shared_chunk": 2}),
+        ({}, {"sinks": SINKS, "shared_chunk": 1, "causal_width": 2}),
+        ({"cache_dtype": torch.int8}, {"shared_chunk": 2}),
+        ({"cache_dtype": torch.float8_e4m3fn, "latent": True, "kv_heads": 1, "group": 4}, {}),
+    ],
+    ids=["ALiBi", "sinks", "int8", "fp8 latents"],
+)
+def test_a_feature_is_exact_in_all_three_parts(kernel, shape, features):
+    scene = Scene(1, Shape(dtype=torch.float64, **shape)).share_prefix(3)
     scene.add(2, 1, shared=True).add(0, 6, shared=True).add(9, 1).add(0, 3)
-    assert_exact(scene, padding=4, shared_chunk=chunk, alibi_slopes=slopes, attend=KERNELS[kernel])
+    assert_exact(scene, padding=4, attend=KERNELS[kernel], **features)
 
 
 def test_alibi_is_added_after_the_softcap():
@@ -114,23 +124,11 @@ def test_float64_has_the_accuracy_of_float64_under_slopes_of_float32(kernel, chu
     torch.testing.assert_close(result.out, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_sinks_take_weight_once_however_many_parts_there_are():
-    sinks = torch.tensor([0.1, -2.0, 1.5, 0.0], dtype=torch.float64)
-    scene = Scene(5, Shape(dtype=torch.float64)).random()
-    assert_exact(scene, sinks=sinks, shared_chunk=1, causal_width=2)
-
-
 def test_a_row_of_padding_sees_nothing_but_its_sink():
     sinks = torch.tensor([0.1, -2.0, 1.5, 0.0])
     result = run(Scene(6).random(), padding=3, sinks=sinks)
     assert not result.padded_out.any()
     torch.testing.assert_close(result.padded_lse, sinks.expand(3, -1))
-
-
-def test_a_small_softcap_and_a_window_are_exact():
-    scene = Scene(7, Shape(dtype=torch.float64)).random()
-    assert_exact(scene, softcap=0.5)
-    assert_exact(scene, softcap=0.5, sliding_window=5)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
@@ -161,24 +159,6 @@ def test_a_bias_can_have_an_axis_of_heads(form):
     changed = vars(metadata) | {f"{form}_bias": by_head.contiguous()}
     result = attention_of(scene, type(metadata)(**changed))
     torch.testing.assert_close(result.out, scene.expected()[0], atol=1e-12, rtol=1e-12)
-
-
-# Latents: values are part of the keys.
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("cache_dtype", [None, *QUANTISED])
-@pytest.mark.parametrize("rank", [None, 20, 32])
-def test_a_cache_of_latents_without_v_is_exact(kernel, cache_dtype, rank):
-    shape = Shape(7, 1, 6, 32, dtype=torch.float64, cache_dtype=cache_dtype, latent=True)
-    scene = Scene(10, shape).random()
-    projection = None
-    if rank is not None:
-        projection = torch.randn(6, rank, 9, generator=scene.generator, dtype=torch.float64)
-    assert scene.flat(40)[2] is None and scene.value_cache is None
-    assert_exact(
-        scene, padding=3, shared_chunk=1, value_projection=projection, attend=KERNELS[kernel]
-    )
 
 
 def test_latents_equal_attention_over_the_keys_and_values_they_stand_for():
@@ -213,17 +193,6 @@ def test_latents_equal_attention_over_the_keys_and_values_they_stand_for():
     torch.testing.assert_close(decoded, plain, atol=1e-12, rtol=1e-12)
 
 
-# Quantised caches.
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("cache_dtype", QUANTISED)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_quantised_cache_is_exact_up_to_its_own_rounding(kernel, cache_dtype, dtype):
-    scene = Scene(12, Shape(16, 2, 2, 80, dtype=dtype, cache_dtype=cache_dtype)).random()
-    assert_exact(scene, padding=5, shared_chunk=2, attend=KERNELS[kernel])
-
-
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("cache_dtype", QUANTISED)
 def test_new_tokens_are_seen_as_the_cache_keeps_them(cache_dtype, latent):
@@ -242,9 +211,6 @@ def _unrounded(scene):
     exact = Scene(0, Shape(**{**vars(scene.shape), "cache_dtype": None}))
     exact.queries, exact.keys, exact.values = scene.queries, scene.keys, scene.values
     return exact.expected()[0]
-
-
-# The layer.
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
@@ -274,18 +240,3 @@ def test_the_module_equals_the_function(cache_dtype, latent):
         )
     assert not cache.key(0).float().any()
     assert set(module.state_dict()) == {"sinks", "value_projection"}
-
-
-def test_online_and_offline_merge_of_a_step_agree():
-    parts = []
-
-    def watched(*args, **options):
-        parts.append(attend(*args, **options))
-        return parts[-1]
-
-    scene = Scene(15, Shape(dtype=torch.float64)).share_prefix(6).add(0, 5, shared=True)
-    out = run(scene, shared_chunk=1, attend=watched).out
-    assert len(parts) == 1 + plan_of(scene).need["shared"]
-    torch.testing.assert_close(merge(*parts), out, atol=1e-12, rtol=1e-12)
-    online = functools.reduce(merge_online, parts)
-    torch.testing.assert_close(merge(online), out, atol=1e-12, rtol=1e-12)

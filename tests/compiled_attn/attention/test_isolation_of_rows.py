@@ -63,8 +63,8 @@ def _check_flash(run: Any, queries: int, settings: dict[str, Any]) -> None:
     clean, clean_lse = run({k: v.clone() for k, v in inputs.items()})
     for row, name, poison in product(range(ROWS), inputs, POISONS):
         length = int(LENGTHS[row])
-        places = range(length, length + queries) if name in "qkv" else (0, length - 1)
-        for position in places:
+        positions = range(length, length + queries) if name in "qkv" else (0, length - 1)
+        for position in positions:
             copies = {k: v.clone() for k, v in inputs.items()}
             copies[name][_flash_place(name, row, position)] = poison
             out, lse = run(copies)

@@ -13,19 +13,13 @@ from tests.compiled_attn.attention.unified_run import attention_of, metadata_of,
 from tests.oracle import Scene, Shape
 
 
-def test_a_step_with_a_causal_part_is_a_prompt_of_all_its_tokens():
-    metadata = metadata_of(Scene(1).add(5, 1).add(3, 4))
-    assert (metadata.is_prompt, metadata.seq_len, metadata.num_blocks) == (True, 5, 3)
-
-
-def test_a_step_of_decodes_is_no_prompt_and_one_token_long():
-    metadata = metadata_of(Scene(1).add(5, 1).add(9, 1))
-    assert (metadata.is_prompt, metadata.seq_len, metadata.num_blocks) == (False, 1, 5)
-
-
-def test_a_number_of_unique_blocks_counts():
-    metadata = UnifiedMetadata(4, torch.zeros(3, dtype=torch.int64), unique_blocks=7)
-    assert metadata.num_blocks == 7
+def test_prompts_lengths_and_blocks_of_a_step():
+    for step, expected in (
+        (metadata_of(Scene(1).add(5, 1).add(3, 4)), (True, 5, 3)),
+        (metadata_of(Scene(1).add(5, 1).add(9, 1)), (False, 1, 5)),
+        (UnifiedMetadata(4, torch.zeros(3).long(), unique_blocks=7), (False, 1, 7)),
+    ):
+        assert (step.is_prompt, step.seq_len, step.num_blocks) == expected
 
 
 def test_nothing_about_positions_changes_nothing():
@@ -47,7 +41,11 @@ def test_a_window_hides_what_lies_before_it_and_shows_nothing_new():
         positions=torch.tensor([3, 4]),
         shared_starts=torch.tensor([0, 2]),
         unique_starts=torch.tensor([2]),
+        block_tables=torch.tensor([[3, 5, 7]]),
+        seq_lens=torch.tensor([5]),
+        query_start_loc=torch.tensor([0, 2]),
     ).windowed(3)
+    assert metadata.by_request is None
     hidden = -math.inf
     assert metadata.causal_bias.tolist() == [[0, hidden], [0, 0]]
     assert metadata.shared_bias.tolist() == [
@@ -80,21 +78,6 @@ def test_slopes_lower_a_bias_by_the_distance_and_give_it_an_axis_of_heads():
     assert metadata.unique_bias.tolist() == [[[-2, -math.inf], [-8, -math.inf], [0, -math.inf]]]
 
 
-@pytest.mark.parametrize("name", ["positions", "shared_starts", "unique_starts"])
-def test_a_window_and_slopes_name_the_field_they_miss(name):
-    metadata = metadata_of(Scene(3).share_prefix(1).add(2, 1, shared=True).add(0, 2, shared=True))
-    missing = dataclasses.replace(metadata, **{name: None})
-    for wanted in ({"window": 3}, {"alibi_slopes": torch.ones(4)}):
-        with pytest.raises(ValueError, match=rf"metadata\.{name}: expected .* got None: fill it"):
-            missing.with_positions(**wanted)
-
-
-@pytest.mark.parametrize("window", [0, -1])
-def test_a_window_of_no_token_is_refused(window):
-    with pytest.raises(ValueError, match=f"at least 1 token, got {window}"):
-        metadata_of(Scene(4).random()).windowed(window)
-
-
 @pytest.mark.parametrize("chunk", [None, 1, 2, 3, 7, 100])
 @pytest.mark.parametrize("form", ["usages", "bias"])
 def test_chunks_hold_every_shared_block_once_and_nothing_else(chunk, form):
@@ -113,15 +96,6 @@ def test_chunks_hold_every_shared_block_once_and_nothing_else(chunk, form):
 
 def test_a_step_without_shared_blocks_has_no_chunks():
     assert not list(metadata_of(Scene(6).add(5, 1)).chunks_of_shared())
-
-
-def test_a_chunked_step_never_holds_a_bias_of_all_shared_blocks():
-    scene = Scene(7).share_prefix(3).add(2, 1, shared=True).add(0, 4, shared=True)
-    metadata = metadata_of(scene, shared_chunk=2)
-    sizes = [t.numel() for t in vars(metadata).values() if isinstance(t, torch.Tensor)]
-    tokens, blocks = metadata.shared_bias.shape
-    assert metadata.shared_bias.dtype == torch.int32
-    assert max(sizes) < tokens * blocks * metadata.block_size
 
 
 @pytest.mark.parametrize("shared_chunk", [None, 1])

@@ -20,7 +20,7 @@ from torch import Tensor
 from compiled_attn import Request
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
-from tests.compiled_attn.attention.unified_run import in_chunks, run
+from tests.compiled_attn.attention.unified_run import run
 from tests.oracle import LARGEST, Scene, Shape, keep
 
 KERNELS = {"reference": attend, "sdpa": SdpaKernel.attend}
@@ -171,23 +171,6 @@ def test_results_do_not_depend_on_the_neighbours_in_the_batch(kernel, scene):
         _assert_same(result.out, together.out[rows], _unit(expected, lse))
         _assert_same(result.lse, together.lse[rows], _unit(torch.ones(1), lse), LSE_UP_TO)
         first = rows.stop
-
-
-@pytest.mark.parametrize("cache_dtype", LARGEST)
-@given(
-    seed=st.integers(0, 2**32),
-    block_size=st.sampled_from([1, 7, 16]),
-    latent=st.booleans(),
-    boundaries=st.sets(st.integers(1, 39), max_size=6),
-)
-@settings(max_examples=20)
-def test_a_quantised_prompt_does_not_depend_on_its_chunks(
-    cache_dtype, seed, block_size, latent, boundaries
-):
-    scene = Scene(seed, Shape(block_size, cache_dtype=cache_dtype, latent=latent)).add(0, 40)
-    expected, lse = scene.expected()
-    whole = run(scene).out
-    _assert_same(in_chunks(scene, sorted(boundaries)), whole, _unit(expected, lse))
 
 
 def test_the_bounds_have_teeth():

@@ -1,4 +1,4 @@
-"""Random steps over a paged cache, and what must come of them: dense attention in float64."""
+"""Random steps over a paged cache, and their results by dense attention in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
+from compiled_attn.ops.call import PagedCall
 
 FLOAT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of an output, with values of about 1: some units in the last place."""
@@ -37,6 +38,11 @@ class Scene:
     def arguments(self) -> tuple[Any, ...]:
         """Positional arguments of `paged_attention`."""
         return self.query, self.key_cache, self.value_cache, *self.step
+
+    @property
+    def call(self) -> PagedCall:
+        """The same as a `PagedCall`."""
+        return PagedCall.of(*self.arguments, **self.options)
 
     def rows(self, request: int, which: str = "key") -> Tensor:
         """The keys or values of a request, ``[seq_len, Hk, D]`` in float64."""
@@ -71,7 +77,7 @@ def scene(
 ) -> Scene:
     """A step of requests ``(query_len, seq_len)`` over blocks in random order.
 
-    Slots that no request has hold ``poison``; so do the query rows of padding.
+    Unused slots and the query rows of padding hold ``poison``.
     """
     gen = torch.Generator().manual_seed(seed)
     cache_dtype = cache_dtype or dtype
@@ -117,7 +123,7 @@ def _poison(cache: Tensor, scale: Tensor | None, step: Scene, size: int, poison:
 def _laid_out(cache: Tensor, layout: str) -> Tensor:
     if layout == "HND":
         return cache.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "strided":  # one of two layers, with room behind every row
+    if layout == "strided":  # one of two layers, with a gap after every row
         shape = (*cache.shape[:2], 2, cache.shape[2], cache.shape[3] + 3)
         wide = torch.zeros(shape, dtype=torch.float32).to(cache.dtype)
         view = wide[:, :, 1, :, : cache.shape[3]]
@@ -127,7 +133,7 @@ def _laid_out(cache: Tensor, layout: str) -> Tensor:
 
 
 def dense(step: Scene) -> tuple[Tensor, Tensor]:
-    """What `paged_attention` must give, in float64."""
+    """Returns the exact results of `paged_attention`, in float64."""
     options = step.options
     tokens, heads, _ = step.query.shape
     group = heads // step.key_cache.shape[2]

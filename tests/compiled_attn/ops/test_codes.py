@@ -10,21 +10,22 @@ from tests.compiled_attn.ops.kernels import BEST, SLOW, loaded
 CODES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
+def attend(isa, query, key, value):
+    """Attends rows ``[rows, D]`` to ``[tokens, D]``, all of which they see."""
+    tokens, rows = len(key), len(query)
+    caches = (each.view(1, tokens, 1, -1) for each in (key, value))
+    names = ["key_scale", "value_scale"] if key.dtype in CODES else []
+    scales = dict.fromkeys(names, torch.ones(1, tokens, 1))
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    call = query.unsqueeze(1), *caches, table, lengths, torch.tensor([0, rows], dtype=torch.int32)
+    return loaded(isa).paged_attention(*call, 1.0, causal=False, **scales)[0].squeeze(1)
+
+
 def alone(isa, values, rows):
-    """What so many rows of a request make of one value, which each of them sees alone."""
-    dim = values.shape[-1]
-    cache = torch.zeros(1, 1, 1, dim).to(values.dtype), values.view(1, 1, 1, dim)
-    query = torch.zeros(rows, 1, dim)
-    scales = {}
-    if values.dtype in CODES:
-        scales = dict.fromkeys(["key_scale", "value_scale"], torch.ones(1, 1, 1))
-    else:
-        query = query.to(values.dtype)
-    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    starts = torch.tensor([0, rows], dtype=torch.int32)
-    op = loaded(isa).paged_attention
-    out, *_ = op(query, *cache, table, lengths, starts, 1.0, causal=False, **scales)
-    return out[:, 0]
+    """Attends rows to a single token, so that each result is its value."""
+    query = torch.zeros(rows, len(values))
+    query = query if values.dtype in CODES else query.to(values.dtype)
+    return attend(isa, query, values[None], values[None])
 
 
 @pytest.mark.parametrize("isa", [BEST, *SLOW])
@@ -61,18 +62,6 @@ def test_all_finite_bfloat16(isa, rows):
         assert torch.equal(alone(isa, part, rows), part.expand(rows, -1))
 
 
-def some(isa, query, key, value):
-    """What the op makes of `query` [rows, D], all of which sees `key` and `value` [tokens, D]."""
-    tokens, rows = len(key), len(query)
-    caches = (each.view(1, tokens, 1, -1) for each in (key, value))
-    scales = dict.fromkeys(["key_scale", "value_scale"], torch.ones(1, tokens, 1))
-    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-    starts = torch.tensor([0, rows], dtype=torch.int32)
-    op = loaded(isa).paged_attention
-    call = query.unsqueeze(1), *caches, table, lengths, starts
-    return op(*call, 1.0, causal=False, **scales)[0].squeeze(1)
-
-
 @pytest.mark.parametrize("isa", [BEST, *SLOW])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dim", [64, 80])
@@ -84,7 +73,7 @@ def test_the_smallest_codes_are_those_of_dense_attention(isa, rows, dim):
     query = torch.randn(rows, dim, generator=generator) * 40
     weights = (query.double() @ key.double().T).softmax(-1)
     torch.testing.assert_close(
-        some(isa, query, key, value).double(), weights @ value.double(), atol=1e-7, rtol=2e-5
+        attend(isa, query, key, value).double(), weights @ value.double(), atol=1e-7, rtol=2e-5
     )
 
 
@@ -99,7 +88,7 @@ def test_one_nan_among_codes(isa, rows, code, token, dim):
         poisoned = finite.view(torch.uint8).clone()
         poisoned[token, element] = code
         poisoned = poisoned.view(torch.float8_e4m3fn)
-        assert some(isa, torch.ones(rows, dim), poisoned, finite).isnan().all()
-        made = some(isa, torch.ones(rows, dim), finite, poisoned)
+        assert attend(isa, torch.ones(rows, dim), poisoned, finite).isnan().all()
+        made = attend(isa, torch.ones(rows, dim), finite, poisoned)
         assert made[:, element].isnan().all()
         assert made.isnan().sum() == rows

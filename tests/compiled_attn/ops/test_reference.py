@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +111,12 @@ def test_the_number_of_threads_changes_no_bit(isa):
     assert torch.equal(before, again)
 
 
-def test_a_request_gets_the_same_bits_whatever_its_neighbours(ops_on_cpu):
-    step = scene(NEIGHBOURS, size=16, dim=64, kv_heads=1)
-    together, _ = ops_on_cpu.paged_attention(*step.arguments)
+@pytest.mark.parametrize(
+    "kind", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "cache_dtype": torch.int8}]
+)
+def test_a_request_gets_the_same_bits_whatever_its_neighbours(ops_on_cpu, kind):
+    step = scene(NEIGHBOURS, size=16, dim=64, kv_heads=1, **kind)
+    together, _ = ops_on_cpu.paged_attention(*step.arguments, **step.options)
     starts = step.query_start_loc.tolist()
     for request in range(3):
         alone, _ = ops_on_cpu.paged_attention(
@@ -123,19 +127,20 @@ def test_a_request_gets_the_same_bits_whatever_its_neighbours(ops_on_cpu):
             step.seq_lens[request : request + 1],
             torch.tensor([0, starts[request + 1] - starts[request]]).int(),
             step.scale,
+            **step.options,
         )
         assert torch.equal(alone, together[starts[request] : starts[request + 1]])
 
 
 def test_threads_may_call_at_once(ops_on_cpu):
     steps = [scene([(1, 90), (20, 40)], size=16, dim=64, seed=seed) for seed in range(4)]
-    wanted = [ops_on_cpu.paged_attention(*step.arguments)[0] for step in steps]
+    expected = [ops_on_cpu.paged_attention(*step.arguments)[0] for step in steps]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             outs = list(
                 pool.map(lambda step: ops_on_cpu.paged_attention(*step.arguments)[0], steps)
             )
-            assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
+            assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
 
 
 WRITES = {
@@ -154,7 +159,11 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_new_tokens_are_written_bit_for_bit_and_then_seen(ops, name):
-    step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **WRITES[name])
+    assert_writes(ops, **WRITES[name])
+
+
+def assert_writes(ops: NativeOps, **kind: Any) -> None:
+    step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **kind)
     key, value, slots = new_tokens(step)
     before = {name: tensor.clone() for name, tensor in _storage(step).items()}
     query = step.query.clone()

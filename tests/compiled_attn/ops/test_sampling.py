@@ -99,19 +99,25 @@ DRAWS = st.tuples(
 @settings(deadline=None)
 def test_each_token_is_that_of_its_sorted_row(ops, kind, size, dtype, seed, draws):
     logits = rows_of(kind, len(draws), size, seed).to(dtype)
-    wanted = [of_sorted(row, *draw) for row, draw in zip(logits, draws, strict=True)]
-    assert settle(ops, logits, draws_of(*draws)).tolist() == wanted
+    expected = [of_sorted(row, *draw) for row, draw in zip(logits, draws, strict=True)]
+    assert settle(ops, logits, draws_of(*draws)).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [0.8, 3.0])
 def test_draws_of_a_large_vocabulary_are_those_of_sorted_rows(ops, dtype, temperature):
     logits = rows_of("spread", 5, 32003).to(dtype)
-    kept = [(10**9, 1.0, 0.0), (10**9, 0.9, 0.0), (50, 0.9, 0.0), (10**9, 1.0, 0.02), (2000, 1, 0)]
+    filters = [
+        (10**9, 1.0, 0.0),
+        (10**9, 0.9, 0.0),
+        (50, 0.9, 0.0),
+        (10**9, 1.0, 0.02),
+        (2000, 1, 0),
+    ]
     for uniform in np.linspace(0, 1, 20, endpoint=False):
-        draws = [(temperature, *each, float(uniform)) for each in kept]
-        wanted = [of_sorted(row, *draw) for row, draw in zip(logits, draws, strict=True)]
-        assert settle(ops, logits, draws_of(*draws)).tolist() == wanted
+        draws = [(temperature, *each, float(uniform)) for each in filters]
+        expected = [of_sorted(row, *draw) for row, draw in zip(logits, draws, strict=True)]
+        assert settle(ops, logits, draws_of(*draws)).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", ["spread", "flat", "peaked", "banned", "near"])
@@ -128,14 +134,14 @@ def test_the_native_op_decides_nearly_all_by_itself(kind):
 def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(ops, bad, size, dtype):
     logits = rows_of("spread", 6, size).to(dtype)
     settings = draws_of(*[(temperature, 9, 0.9, 0.0, 0.5) for temperature in (0.0, 1.0) * 3])
-    wanted = settle(ops, logits, settings).tolist()
+    expected = settle(ops, logits, settings).tolist()
     for row, place in enumerate((0, size // 2, size - 1)):
         logits[2 * row, place] = logits[2 * row + 1, place] = bad
     assert settle(ops, logits, settings).tolist() == [NO_TOKEN] * 6
     logits[1:] = rows_of("spread", 6, size).to(dtype)[1:]
-    assert settle(ops, logits, settings).tolist() == [NO_TOKEN, *wanted[1:]]
+    assert settle(ops, logits, settings).tolist() == [NO_TOKEN, *expected[1:]]
     logits[0] = -torch.inf
-    assert settle(ops, logits, settings).tolist() == [NO_TOKEN, *wanted[1:]]
+    assert settle(ops, logits, settings).tolist() == [NO_TOKEN, *expected[1:]]
 
 
 @pytest.mark.parametrize("size", [7, 4096, 9001])
@@ -230,5 +236,5 @@ def test_torch_finds_nothing_wrong_with_the_op():
 def test_float64_rows_are_drawn_from_by_the_definition():
     logits = rows_of("spread", 3, 700).double()
     draws = [(0.8, 10**9, 0.9, 0.0, u) for u in (0.1, 0.5, 0.99)]
-    wanted = [of_sorted(row, *draw) for row, draw in zip(logits, draws, strict=True)]
-    assert sample(logits, greedy(logits), *draws_of(*draws)).tolist() == wanted
+    expected = [of_sorted(row, *draw) for row, draw in zip(logits, draws, strict=True)]
+    assert sample(logits, greedy(logits), *draws_of(*draws)).tolist() == expected

@@ -11,6 +11,7 @@ from compiled_attn import BatchBuilder, PagedKVCache, Request, UnifiedAttention,
 from compiled_attn.attention.dense import attend
 from compiled_attn.ops import KernelArgumentError
 from compiled_attn.step import TableBatch
+from tests.compiled_attn.attention.test_isolation import FEATURES
 
 BLOCK, HEADS, KV_HEADS, DIM = 4, 4, 2, 16
 REQUESTS = [
@@ -20,19 +21,6 @@ REQUESTS = [
     Request([1, 2, 3], 0, [11]),
     Request([5, 6], 13, [12, 13, 14, 15]),
 ]
-OPTIONS = {
-    "plain": {},
-    "window": {"sliding_window": 5},
-    "softcap": {"softcap": 0.7},
-    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "all": {
-        "sliding_window": 6,
-        "softcap": 3.0,
-        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05]),
-        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
-    },
-}
 KINDS = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
@@ -89,12 +77,12 @@ def _copied(call: dict) -> dict:
 
 
 @pytest.mark.parametrize("fused_write", [True, False])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", FEATURES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_and_portable_give_and_write_the_same(kind, options, fused_write):
     call, metadata = _call(KINDS[kind]), _metadata()
     other = _copied(call)
-    chosen = {**OPTIONS[options], "metadata": metadata, "return_lse": True}
+    chosen = {**FEATURES[options], "metadata": metadata, "return_lse": True}
     out, lse = unified_attention(**call, **chosen, kernel="native", fused_write=fused_write)
     want, want_lse = unified_attention(**other, **chosen, kernel="portable")
     near = 3e-2 if call["query"].dtype == torch.bfloat16 else 3e-5
@@ -165,7 +153,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_native_refuses_auto_serves_with_the_portable_form(name):
+def test_what_native_refuses_auto_computes_with_the_portable_kernel(name):
     change, match = REFUSED[name]
     outs = []
     for kernel in ("native", "portable", "auto"):
@@ -181,22 +169,12 @@ def test_what_native_refuses_auto_serves_with_the_portable_form(name):
     assert torch.equal(*outs) and outs[1].requires_grad == ("gradients" in name)
 
 
-def test_native_serves_what_is_learned_where_no_gradients_are_taken():
+def test_native_takes_learned_tensors_without_gradients():
     call = _call({})
     call["query"].requires_grad_()
     with torch.no_grad():
         out = unified_attention(**call, metadata=_metadata(), kernel="native")
     assert not out.requires_grad and out.any()
-
-
-def test_metadata_seen_through_a_window_is_no_longer_by_request():
-    assert _metadata().windowed(3).by_request is None
-    assert _metadata().with_positions().by_request is not None
-
-
-def test_part_of_the_requests_fields_is_an_error():
-    with pytest.raises(ValueError, match="expected block_tables, seq_lens and query_start_loc"):
-        unified_attention(**_call({}), metadata=replace(_metadata(), seq_lens=None))
 
 
 def test_an_unknown_kernel_is_an_error():
@@ -264,27 +242,6 @@ def test_gradients_by_default_are_those_of_the_reference(name):
         grads.append(call[name].grad)
     torch.testing.assert_close(*grads)
     assert grads[0].any()
-
-
-@pytest.mark.parametrize("wrong", [{"dtype": torch.float64}, {"gradients": True}])
-def test_following_the_remedy_of_a_refusal_helps(wrong):
-    tables = BatchBuilder(20, BLOCK).plan_tables(REQUESTS).fill({"tokens": 16, "requests": 8}, 6)
-    by_request = {"metadata": tables.metadata(BLOCK), "kernel": "native"}
-    call = _call({"dtype": wrong.get("dtype", torch.float32)})
-    call["query"].requires_grad_("gradients" in wrong)
-    with pytest.raises(KernelArgumentError) as refused:
-        unified_attention(**call, **by_request)
-    if "gradients" in wrong:
-        assert "call it under torch.no_grad()" in str(refused.value)
-        with torch.no_grad():
-            out = unified_attention(**call, **by_request)
-    else:
-        assert "cast query, key, value and the caches to float32" in str(refused.value)
-        cast = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in call.items()}
-        out = unified_attention(**cast, **by_request)
-    assert out.any()
-    assert 'BatchBuilder.plan) and pass kernel="auto"' in str(refused.value)
-    assert unified_attention(**call, metadata=_metadata(), kernel="auto").any()
 
 
 def test_a_bucket_or_a_width_that_is_too_small_is_an_error():

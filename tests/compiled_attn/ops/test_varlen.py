@@ -16,7 +16,6 @@ from tests.compiled_attn.ops import varlen_double
 from tests.compiled_attn.ops.kernels import interpreted
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import assert_right, scene
-from tests.compiled_attn.ops.triton.scenes import call_of
 
 BF16 = torch.bfloat16
 PLAIN = AttentionTraits("cuda", BF16, (BF16, BF16), 64, page=16)
@@ -35,19 +34,19 @@ LACKS = {
 }
 
 
-def served() -> dict[str, dict]:
+def supported() -> dict[str, dict]:
     """The cases of the op that it supports, in a dtype that it has."""
     cases = {}
     for name, case in CASES.items():
         dtype = case.get("dtype", torch.float32)
         case = case | {"dtype": BF16 if dtype == torch.float32 else dtype}
-        traits = replace(traits_of(call_of(scene(**case))), device="cuda")
+        traits = replace(traits_of(scene(**case).call), device="cuda")
         if VarlenKernel().supports(traits) is None:
             cases[name] = case
     return cases
 
 
-SERVED = served()
+SUPPORTED = supported()
 
 
 @pytest.fixture
@@ -75,15 +74,17 @@ def test_the_double_has_the_signature_of_torchs():
     ]
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_a_step_is_that_of_dense_attention(name, torch_has):
     torch_has()
-    step = scene(**SERVED[name])
-    assert_right(attend(call_of(step)), step)
+    step = scene(**SUPPORTED[name])
+    assert_right(attend(step.call), step)
 
 
-def test_most_cases_of_plain_attention_are_served():
-    assert {"mixed", "window 4", "not causal", "padding", "no keys", "HND", "block 7"} < {*SERVED}
+def test_most_cases_of_plain_attention_are_supported():
+    assert {"mixed", "window 4", "not causal", "padding", "no keys", "HND", "block 7"} < {
+        *SUPPORTED
+    }
 
 
 @pytest.mark.parametrize("name", LACKS)
@@ -144,7 +145,7 @@ def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypat
     chosen = Plan(Tile(16, 16, 4, 1), 1, varlen=True)
     for options, count in (({}, 1), ({"softcap": 2.0}, 1), ({"window": 3}, 2)):
         step = scene(MIXED, dtype=BF16, **options)
-        assert_right(attend_by_plan(call_of(step), chosen), step)
+        assert_right(attend_by_plan(step.call, chosen), step)
         assert len(asked) == count
 
 
@@ -164,8 +165,8 @@ def warmup(on_cpu, monkeypatch):
         monkeypatch.setattr(launch, "PLANS", plans)
         with plan_file.saved_plans(None, torch.device("cpu"), plans) as notes:
             for each in options:
-                launch.attend(call_of(scene(MIXED, dtype=BF16, **each)))
-        launch.attend(call_of(scene(MIXED, dtype=BF16)))  # outside a warmup: not reported
+                launch.attend(scene(MIXED, dtype=BF16, **each).call)
+        launch.attend(scene(MIXED, dtype=BF16).call)  # outside a warmup: not reported
         return notes
 
     return run
@@ -200,12 +201,14 @@ def test_the_report_tells_what_it_said_when_it_was_called(warmup):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_on_a_device_a_step_is_that_of_dense_attention(name):
     step = (
-        scene(**SERVED[name], poison=0.5) if "poison" not in SERVED[name] else scene(**SERVED[name])
+        scene(**SUPPORTED[name], poison=0.5)
+        if "poison" not in SUPPORTED[name]
+        else scene(**SUPPORTED[name])
     )
-    there = call_of(step)
+    there = step.call
     tensors = {k: v.cuda() for k, v in there._asdict().items() if isinstance(v, torch.Tensor)}
     call = there._replace(**tensors)
     if lacks := varlen.why_not(call):

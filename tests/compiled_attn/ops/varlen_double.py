@@ -1,7 +1,7 @@
-"""Stands for `torch.nn.attention.varlen.varlen_attn` where no device is: its contract, densely.
+"""A fake `torch.nn.attention.varlen.varlen_attn` for machines without a device, in dense attention.
 
-What FlashAttention leaves behind is what a caller has to bear: rows of no sequence are not written,
-the lse of rows without keys is infinite, and the lse has heads first.
+Like FlashAttention it does not write rows of no sequence, returns +inf as the lse of rows without
+keys, and has heads first in the lse.
 """
 
 from __future__ import annotations

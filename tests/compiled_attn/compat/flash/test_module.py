@@ -18,7 +18,7 @@ from tests.compiled_attn.compat.flash.cases import Case
 OPTIONS = ("rotary_cos", "rotary_sin", "softcap", "window_size", "causal", "alibi_slopes")
 
 
-def served(**sizes: Any) -> Case:
+def paddable(**sizes: Any) -> Case:
     """A paged or contiguous case that leaves page 0 or row 0 to the padding."""
     for seed in range(100):
         case = Case(seed=seed, batch=3, causal=True, **sizes).make()
@@ -40,11 +40,11 @@ def inputs_of(case: Case) -> FlashInputs:
 
 
 def paged(**sizes: Any) -> Case:
-    return served(page_size=4, queries=2, new=2, dim=32, rotary=16, rotary_rows=256, **sizes)
+    return paddable(page_size=4, queries=2, new=2, dim=32, rotary=16, rotary_rows=256, **sizes)
 
 
 def contiguous(**sizes: Any) -> Case:
-    return served(batch_idx=True, queries=2, new=2, dim=32, rotary=16, rotary_rows=256, **sizes)
+    return paddable(batch_idx=True, queries=2, new=2, dim=32, rotary=16, rotary_rows=256, **sizes)
 
 
 @pytest.mark.parametrize("make", [paged, contiguous])
@@ -77,7 +77,7 @@ def test_poison_in_padded_rows_stays_there(make: Any) -> None:
 
 
 def test_new_tokens_of_padded_rows_stay_in_page_0_however_many_they_are() -> None:
-    case = served(page_size=4, queries=1, new=11)
+    case = paddable(page_size=4, queries=1, new=11)
     before = case.k_cache.clone()
     all_padding = inputs_of(case)._replace(
         cache_seqlens=torch.zeros(3, dtype=torch.int32),
@@ -116,7 +116,7 @@ def test_it_is_captured_once_per_bucket(backend: str) -> None:
 
 
 def test_without_new_tokens_it_only_reads() -> None:
-    case = served(page_size=4, queries=2)
+    case = paddable(page_size=4, queries=2)
     before = case.bits()
     want = case.run(flash_attn_with_kvcache)[0]
     module = FlashKVCacheAttention(
@@ -154,18 +154,12 @@ def test_metadata_of_another_bucket_is_refused_and_writes_nothing() -> None:
     assert torch.equal(case.bits(), before)
 
 
-def paged_by_index() -> Case:
-    """Rows whose pages are in other rows of a larger table."""
+def test_padding_of_rows_that_an_index_picks_from_a_table_stays_in_page_0() -> None:
     case = paged(batch_idx=True)
     assert case.args["block_table"].shape[0] > 3
-    return case
-
-
-def test_padding_of_rows_that_an_index_picks_from_a_table_stays_in_page_0() -> None:
-    case = paged_by_index()
     want = case.run(flash_attn_with_kvcache)[0]
     written = case.bits()
-    case = paged_by_index()
+    case = paged(batch_idx=True)
     inputs = inputs_of(case)
     assert inputs.block_table is not None and inputs.cache_batch_idx is not None
     padded = inputs.padded(8, 11)

@@ -70,11 +70,7 @@ def test_every_form_is_exact_over_random_steps(step: Step) -> None:
     step.assert_exact(_v1(step))
     step.assert_exact(_v2(step))
     step.assert_exact(_reference(step))
-
-
-@given(steps())
-def test_the_form_for_compiled_graphs_is_exact_over_random_steps(step: Step) -> None:
-    # Run eagerly here; what the compiler makes of it is in tests/graph_breaks/test_paged.py.
+    # The form of compiled graphs, run eagerly; compiled in tests/graph_breaks/test_paged.py.
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         step.assert_exact(_v1(step))
         step.assert_exact(_v2(step))
@@ -121,9 +117,7 @@ def test_the_recorded_shapes_run_as_they_are(version, heads, dim, blocks, scale)
     )
     small.extra_width, small.dtype, small.spread = 0, torch.float16, dim**-0.5
     small.make()
-    far = [
-        blocks - 1 - 7 * i for i in range(13)
-    ]  # only these blocks of the large cache are touched
+    far = [blocks - 1 - 7 * i for i in range(13)]  # only these blocks of the cache are touched
     at = small.block_tables[0].long()
     key_cache[far], value_cache[far] = small.key_cache[at], small.value_cache[at]
     tables = torch.tensor([far], dtype=torch.int32)
@@ -140,12 +134,8 @@ def test_the_recorded_shapes_run_as_they_are(version, heads, dim, blocks, scale)
 def test_head_dims_and_block_sizes_have_no_upper_limit(layout: str, size: int, dim: int) -> None:
     step = Step(lengths=(33, 1), dim=dim, block_size=size, layout=layout, dtype=torch.float16)
     step.assert_exact(_v1(step.make()))
-
-
-@pytest.mark.parametrize("layout", ["flat", "NHD", "HND"])
-def test_head_dims_that_x_does_not_divide_run_in_the_other_layouts(layout: str) -> None:
-    step = Step(lengths=(9, 4), dim=13, layout=layout, dtype=torch.bfloat16).make()
-    step.assert_exact(_v1(step))
+    if layout != "packed":  # whose x must divide the head dim
+        step.assert_exact(_v1(dataclasses.replace(step, dim=dim - 3).make()))
 
 
 def test_double_precision_stays_double() -> None:
@@ -214,11 +204,6 @@ def test_alibi_is_zero_for_the_newest_token_and_falls_with_age() -> None:
     out = _v1(step)[0]
     torch.testing.assert_close(out[0], v[0])
     torch.testing.assert_close(out[1], v[2])
-
-
-def test_query_heads_read_consecutive_groups_of_kv_heads() -> None:
-    step = Step(lengths=(1,), heads=6, kv_heads=3).make()
-    torch.testing.assert_close(_v1(step)[0], step.values[0][0].repeat_interleave(2, 0))
 
 
 @pytest.mark.parametrize("version", [_v1, _v2])

@@ -64,25 +64,20 @@ def test_tokens_are_in_their_slots_and_nothing_else_changed(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("slots", [[-1, 0, -1], [-1, SLOTS - 1], [-1, -7], [-1] * 4 + [2]])
-def test_padding_touches_neither_the_last_nor_the_first_slot(layout: str, slots: list) -> None:
+@pytest.mark.parametrize(
+    ("slots", "written"),
+    [
+        *((s, s) for s in ([-1, 0, -1], [-1, SLOTS - 1], [-1, -7], [-1] * 4 + [2])),
+        ([7, 4, 0, 0], [7, 4, 0, -1]),  # as `AttentionMetadata` pads it
+    ],
+)
+def test_padding_is_not_written(layout: str, slots: list[int], written: list[int]) -> None:
     start = list(caches(layout, BLOCKS, SIZE, HEADS, DIM, torch.float32))
     key, value = _tokens(len(slots))
-    key[[slot < 0 for slot in slots]] = math.nan
-    expected = _expected(layout, start, slots, key, value)
+    padding = [slot < 0 or slots.count(slot) > 1 for slot in slots]
+    key[padding], value[padding] = math.nan, math.nan
+    expected = _expected(layout, start, written, key, value)
     reshape_and_cache(key, value, *start, torch.tensor(slots), "auto", 1.0, 1.0, layout=layout)
-    for cache, right in zip(start, expected, strict=True):
-        assert torch.equal(cache, right)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_number_of_padded_tokens_may_have_slot_0(layout: str) -> None:
-    start = list(caches(layout, BLOCKS, SIZE, HEADS, DIM, torch.float32))
-    key, value = _tokens(4)
-    key[2:], value[2:] = math.nan, math.nan
-    expected = _expected(layout, start, [7, 4, 0, -1], key, value)
-    mapping = torch.tensor([7, 4, 0, 0])  # as `AttentionMetadata` pads it
-    reshape_and_cache(key, value, *start, mapping, "auto", 1.0, 1.0, layout=layout)
     for cache, right in zip(start, expected, strict=True):
         assert torch.equal(_bits(cache), _bits(right))
 

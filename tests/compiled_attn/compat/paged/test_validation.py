@@ -148,15 +148,16 @@ def test_a_length_without_room_is_refused(length: int, max_seq_len: int) -> None
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "message"),
     [
-        {"blocksparse_local_blocks": 16},
-        {"blocksparse_vert_stride": 8},
-        {"blocksparse_head_sliding_step": 1},
+        ({"layout": "DHN"}, "a layout of"),
+        ({"blocksparse_local_blocks": 16}, "block-sparse attention to be off"),
+        ({"blocksparse_vert_stride": 8}, "block-sparse attention to be off"),
+        ({"blocksparse_head_sliding_step": 1}, "block-sparse attention to be off"),
     ],
 )
-def test_block_sparse_attention_is_refused_not_ignored(options: dict[str, int]) -> None:
-    _refused(_step(), PagedArgumentError, "block-sparse attention to be off", options)
+def test_options_that_are_not_supported_are_refused(options: dict[str, Any], message: str) -> None:
+    _refused(_step(), PagedArgumentError, message, options)
 
 
 def test_block_sparse_arguments_that_are_off_are_taken() -> None:
@@ -164,10 +165,6 @@ def test_block_sparse_arguments_that_are_off_are_taken() -> None:
     out = torch.empty_like(step.query)
     options = {"blocksparse_vert_stride": 1, "blocksparse_block_size": 16, "tp_rank": 3}
     step.assert_exact(paged_attention_v1(out, *step.args(), **options))
-
-
-def test_an_unknown_layout_is_refused() -> None:
-    _refused(_step(), PagedArgumentError, "a layout of", {"layout": "DHN"})
 
 
 def test_a_flat_cache_that_is_no_whole_number_of_blocks_is_refused() -> None:

@@ -55,28 +55,23 @@ except NativeUnavailable as error:
 """
 
 
+def _lines_of(script: str, **environment: str) -> list[str]:
+    """Runs a script in a process of its own."""
+    environment["PYTHONPATH"] = str(Path(__file__).parents[4])
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.usefixtures("compiler")
 def test_an_instruction_set_that_cannot_be_built_gives_way_to_the_next_best():
-    root = str(Path(__file__).parents[4])
-    done = subprocess.run(
-        [sys.executable, "-c", STEP_DOWN],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-    assert done.returncode == 0, done.stderr
-    down, by_name = done.stdout.splitlines()
+    down, by_name = _lines_of(STEP_DOWN, **os.environ)
     assert down == "newest is not known True" and by_name == "by name: newest is not known"
 
 
 def test_without_a_compiler_python_serves_says_so_once_and_strict_refuses(tmp_path):
-    root = str(Path(__file__).parents[4])
-    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, "-c", NO_COMPILER], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    strict, lenient = done.stdout.splitlines()
+    strict, lenient = _lines_of(NO_COMPILER, PATH=str(tmp_path), HOME=str(tmp_path))
     assert strict.startswith("strict: expected a C++ compiler")
     for remedy in ("install g++", "CXX", "make wheel", "--kernel portable", "--backend eager"):
         assert remedy in strict

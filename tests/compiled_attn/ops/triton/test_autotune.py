@@ -69,13 +69,3 @@ def test_a_device_without_memory_to_measure_in_takes_the_usual_plan(autotune, mo
 
     monkeypatch.setattr(autotune, "call_of", full)
     assert autotune.tune(SMALL, CPU) == plan(SMALL, CHIP)
-
-
-def test_only_while_it_is_measuring_is_anything_measured(autotune):
-    from compiled_attn.ops.triton.plans import Plans
-
-    plans = Plans()
-    with pytest.raises(KeyError), autotune.measuring(plans):
-        assert plans.measure is autotune.tune
-        raise KeyError
-    assert plans.measure is None

@@ -1,19 +1,20 @@
-"""What a device asks of a launch: nothing is read on the host, nothing bad reaches memory."""
+"""The Triton kernels, interpreted: results, no host reads, no writes out of range."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_attn.ops import KernelArgumentError, NativeOps
 from compiled_attn.ops.triton.arguments import attend_launch, problem_of
-from compiled_attn.ops.triton.tiles import Chip, plan
-from tests.compiled_attn.ops.kernels import TRITON, loaded
-from tests.compiled_attn.ops.native_cases import MIXED
+from compiled_attn.ops.triton.tiles import Chip, Plan, Tile, plan
+from tests.compiled_attn.ops.kernels import TRITON, interpreted, loaded
+from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import assert_right, new_tokens, scene
-from tests.compiled_attn.ops.test_reference import BAD_SHAPES
-from tests.compiled_attn.ops.triton.scenes import call_of
+from tests.compiled_attn.ops.test_reference import BAD_SHAPES, WRITES, assert_writes
 from tests.slow import slow_but
 
 
@@ -25,7 +26,7 @@ def ops() -> NativeOps:
 def test_a_launch_is_that_of_the_sizes_alone():
     """Tensors without memory have all that it needs, so a captured graph serves any numbers."""
     step = scene(MIXED, padding=2, padded_requests=1)
-    here = call_of(step)
+    here = step.call
     tensors = {k: v for k, v in here._asdict().items() if isinstance(v, torch.Tensor)}
     call = here._replace(**{name: each.to("meta") for name, each in tensors.items()})
     out, lse = call.query.new_empty(14, 4, 16), call.query.new_empty(14, 4)
@@ -35,7 +36,7 @@ def test_a_launch_is_that_of_the_sizes_alone():
     assert launch.grid == (14 // queries + 6, 2, 1)
     again = scene([(3, 3), (9, 90)], padding=2, padded_requests=4)
     again.block_table = again.block_table[:, : step.block_table.shape[1]]
-    assert problem_of(call_of(again)) == problem_of(here)
+    assert problem_of(again.call) == problem_of(here)
 
 
 class NoNumbers(TorchDispatchMode):
@@ -115,3 +116,72 @@ def test_a_neighbour_changes_no_bit(ops):
     step.seq_lens[0] = 5
     out, lse = ops.paged_attention(*step.arguments)
     assert torch.equal(out[1:], want[1:]) and torch.equal(lse[1:], want_lse[1:])
+
+
+# The whole suite (`test_reference`, `test_edges`) is slow when interpreted.
+SAMPLE = [
+    "bfloat16", "block 7", "everything", "head size 80", "smaller values", "strided", "int8 HND",
+    "e4m3 for bfloat16", "not causal", "padding alone", "more queries than keys", "sinks",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_steps_equals_dense_attention(ops, name):
+    step = scene(**CASES[name])
+    assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_need_not_be_positive(ops, scale):
+    step = scene(MIXED, dim=64)
+    step.scale = scale
+    assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8 of bfloat16", "e4m3 HND"])
+def test_new_tokens_are_written_bit_for_bit_and_then_seen(ops, name):
+    assert_writes(ops, **WRITES[name])
+
+
+@settings(max_examples=8)
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from([1, 1, 1, 2, 5, 17]), st.integers(0, 50)), max_size=5
+    ),
+    tile=st.tuples(
+        st.sampled_from([16, 32]), st.sampled_from([16, 32]), st.sampled_from([1, 2, 4])
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (5, 1)]),
+    dims=st.sampled_from([(16, 16), (24, 8), (72, 16)]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    cache=st.sampled_from([None, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]),
+    size=st.sampled_from([1, 5, 16, 32]),
+    window=st.sampled_from([None, 1, 7, 30]),
+    softcap=st.sampled_from([None, 1.5]),
+    with_slopes=st.booleans(),
+    with_sinks=st.booleans(),
+    layout=st.sampled_from(["NHD", "HND", "strided"]),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_random_steps_are_those_of_dense_attention(
+    requests, tile, heads, dims, dtype, cache, size, window, softcap, with_slopes, with_sinks,
+    layout, padding, seed,
+):  # fmt: skip
+    interpreted()
+    from compiled_attn.ops.triton.launch import attend
+
+    layout = "HND" if cache and layout == "strided" else layout
+    options = {
+        "alibi_slopes": torch.linspace(0, 0.5, heads[0]) if with_slopes else None,
+        "sinks": torch.linspace(-1, 1, heads[0]) if with_sinks else None,
+        "window": window,
+        "softcap": softcap,
+    }
+    step = scene(
+        requests, heads=heads[0], kv_heads=heads[1], dim=dims[0], value_dim=dims[1], size=size,
+        dtype=dtype, cache_dtype=cache, layout=layout, padding=padding, padded_requests=padding,
+        seed=seed, **options,
+    )  # fmt: skip
+    rows, keys, splits = tile
+    assert_right(attend(step.call, Plan(Tile(rows, keys, 4, 1), splits)), step)

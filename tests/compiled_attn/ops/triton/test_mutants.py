@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
-from tests.compiled_attn.ops.triton.scenes import call_of
 from tests.slow import slow_but
 
 pytest.importorskip("triton")
@@ -83,7 +82,7 @@ def _passes(room: Path, step: Scene) -> bool:
     try:
         for splits in (1, 3):
             plan = tiles.Plan(tiles.Tile(16, 16, 4, 2), splits)
-            assert_right(attend(call_of(step), plan), step)
+            assert_right(attend(step.call, plan), step)
     except AssertionError:
         return False
     return True

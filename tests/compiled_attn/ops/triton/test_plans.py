@@ -20,7 +20,6 @@ from compiled_attn.ops.triton.tiles import (
 )
 from tests.compiled_attn.ops.kernels import interpreted
 from tests.compiled_attn.ops.native_scene import assert_right, scene
-from tests.compiled_attn.ops.triton.scenes import call_of
 from tests.slow import slow_but
 
 DECODE = Problem(32, 32, 8, 4, 128, 128, 8192, 16, "bfloat16", "none")
@@ -49,7 +48,7 @@ def test_a_step_is_that_of_dense_attention_in_any_plan(name):
 
     chosen, options = PLANS[name]
     step = scene([(1, 70), (5, 41), (1, 3), (9, 9)], size=8, **options)
-    assert_right(attend(call_of(step), chosen), step)
+    assert_right(attend(step.call, chosen), step)
 
 
 def test_requests_that_decode_are_split_until_the_device_is_full():
