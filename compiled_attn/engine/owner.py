@@ -53,6 +53,9 @@ class OwnedEngine(Protocol):
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns its tokens."""
 
+    def take_events(self) -> list[TokenEvent]:
+        """Removes and returns the events of a step that raised an exception."""
+
     def abort(self, request_id: int) -> None:
         """Drops a request; raises KeyError if it is not open."""
 
@@ -343,6 +346,7 @@ class Owner:
         wake(inbox)
         for _, seen in calls:
             seen.set_exception(_stopped(got, cause))
+        self._deliver(self._engine.take_events())
         for handle in [*self._open.values()]:
             with contextlib.suppress(BaseException):  # of an engine that cannot continue
                 self._abort(handle, _stopped(got, cause))

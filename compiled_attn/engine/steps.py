@@ -10,7 +10,7 @@ from typing import NamedTuple
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.executor import Executor, PlannedStep
 from compiled_attn.engine.logprobs import RowResult
-from compiled_attn.engine.request_state import RequestState, Status
+from compiled_attn.engine.request_state import RequestState, Status, TokenEvent
 from compiled_attn.engine.sampler import NOT_FINITE
 from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
 from compiled_attn.engine.tally import StepRecord, Tally
@@ -25,16 +25,16 @@ class _Change(NamedTuple):
     Args:
         sequence: the request.
         start: tokens that were computed before the step.
+        length: tokens that it had before the step.
         row: what the step yields for it.
-        has_token: whether its token is the next one, not that of a chunk inside the prompt.
-        reason: why the request finishes; "" if it goes on.
+        event: of its next token or its error; None for a chunk inside the prompt.
     """
 
     sequence: RequestState
     start: int
+    length: int
     row: RowResult
-    has_token: bool
-    reason: str
+    event: TokenEvent | None
 
 
 @dataclass(slots=True)
@@ -62,12 +62,17 @@ class StepResult:
     ) -> None:
         """Appends tokens and events, then frees the blocks of finished requests.
 
-        Only the exception of a signal handler can end the first part; if the second fails, the
-        blocks can be rebuilt from the requests.
+        The exception of a signal handler may end the first part, which `complete` repeats; if the
+        second fails, the blocks can be rebuilt from the requests.
         """
-        finished = [each for each in self.changes if each.reason]
-        for sequence, start, row, has_token, reason in self.changes:
-            sequence.apply(row, start, self.now_s, has_token=has_token, reason=reason)
+        finished = []
+        for change in self.changes:
+            sequence, start, length, row, event = change
+            sequence.apply(row, start, length, self.now_s, event)
+            if event is not None:
+                sequence.events.append(event)
+                if event.result is not None:
+                    finished.append(change)
         for each in finished:
             del requests[each.sequence.request_id]
         tally.add(self.record)
@@ -76,6 +81,17 @@ class StepResult:
             # A failed request leaves only blocks that it found in the cache, if they are finite.
             sound = memory.sound_hits(each.sequence.request_id) if each.row.error else None
             scheduler.finish(each.sequence, sound_blocks=sound)
+
+    def complete(self, requests: MutableMapping[int, RequestState]) -> None:
+        """Appends the tokens and events that an interrupted `commit` has not."""
+        for sequence, start, length, row, event in self.changes:
+            sequence.apply(row, start, length, self.now_s, event)
+            if event is None:
+                continue
+            if not any(event is each for each in sequence.events):
+                sequence.events.append(event)
+            if event.result is not None:
+                requests.pop(sequence.request_id, None)
 
 
 def step_result(
@@ -89,7 +105,7 @@ def step_result(
         now_s: the time.
         record: figures of the step, to which those of its requests are added.
     """
-    result, ttft_s, tokens = StepResult(step, now_s, record), [], 0
+    result, ttft_s, tokens, ended = StepResult(step, now_s, record), [], 0, 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
     failed: set[RequestState] = set()
     parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
@@ -111,14 +127,16 @@ def step_result(
                 ttft_s.append(now_s - sequence.arrived_s)
         elif not row.prompt_logprobs:
             continue
-        result.changes.append(_Change(sequence, start, row, has_token, reason))
+        ended += bool(reason)
+        event = sequence.event(row, start, now_s, reason) if has_token or reason else None
+        result.changes.append(_Change(sequence, start, len(sequence.tokens), row, event))
     if gone := failed | finished:
         result.step = step.without(gone)
     result.record = replace(
         record,
         generated_tokens=tokens,
         ttft_s=tuple(ttft_s),
-        requests=sum(bool(each.reason) for each in result.changes),
+        requests=ended,
         failed_requests=len(failed),
         nonfinite_rows=sum(row.error is NOT_FINITE for row in rows),
     )

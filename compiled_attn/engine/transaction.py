@@ -20,27 +20,31 @@ class Transactions:
 
     def __init__(self, rollback: Callable[[], None]) -> None:
         self._rollback = rollback
-        self.is_running = False
+        self._lock = threading.RLock()
+        self._is_running = False
 
-    def refuse_second(self) -> None:
-        """Raises RuntimeError while a change is running."""
-        if self.is_running:
-            raise RuntimeError(
-                "expected an idle engine, got a call from within a step, or from another thread: "
-                "let one thread step it"
-            )
-
-    def run(self, change: Callable[[], None]) -> None:
-        """Makes a change, or rolls it back."""
+    def run(self, change: Callable[[], None]) -> bool:
+        """Makes a change, or rolls it back; False: another one runs, so it does nothing."""
         with delayed_interrupt():
+            if not self._lock.acquire(blocking=False):  # another thread
+                return False
             try:
-                self.is_running = True
-                change()
-            except BaseException:
-                self._rollback()
-                raise
+                if self._is_running:  # this thread, within a change
+                    return False
+                self._change(change)
             finally:
-                self.is_running = False
+                self._lock.release()
+        return True
+
+    def _change(self, change: Callable[[], None]) -> None:
+        try:
+            self._is_running = True
+            change()
+        except BaseException:
+            self._rollback()
+            raise
+        finally:
+            self._is_running = False
 
 
 @contextlib.contextmanager

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.transaction import delayed_interrupt
+from compiled_attn.engine.steps import StepResult
+from compiled_attn.engine.transaction import Transactions, delayed_interrupt
+from tests.compiled_attn.engine.paced import warm_engine
 from tests.compiled_attn.engine.small import rest_of, small_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 from tests.fake_device import counts, open_device
@@ -105,6 +109,58 @@ def test_a_request_whose_submission_is_interrupted_is_not_queued(monkeypatch, wa
     assert not engine.open_requests and not engine.has_work
     request = engine.submit(_prompts()[0], PARAMS)
     assert rest_of(engine) == {request: wanted[0]}
+
+
+def test_an_exception_at_any_line_of_a_commit_neither_loses_nor_repeats_an_event():
+    for at in itertools.count():
+        engine = warm_engine()
+        requests = [engine.submit([n], SamplingParams(max_new_tokens=n // 10)) for n in (10, 20)]
+        if not _raises_in_commit(engine, at):
+            break
+        events = engine.take_events()
+        while engine.has_work:
+            events += engine.step()
+        assert [(event.request_id, event.token) for event in events] == [
+            (requests[0], 11),
+            (requests[1], 21),
+            (requests[1], 22),
+        ]
+    assert at > 20
+
+
+def _raises_in_commit(engine: Engine, at: int) -> bool:
+    """Runs a step which raises at a line of its commit; False: it has fewer lines."""
+    lines, commit = iter(range(at)), StepResult.commit.__code__
+
+    def trace(frame, event, _):
+        if frame.f_code is not commit and frame.f_back.f_code is not commit:
+            return None
+        if event == "line" and next(lines, None) is None:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        engine.advance()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_change_does_not_begin_in_another_thread_or_within_another_one():
+    def change() -> None:
+        results.append(transactions.run(lambda: results.append("within")))
+        thread = threading.Thread(
+            target=lambda: results.append(transactions.run(lambda: results.append("overlaps")))
+        )
+        thread.start()
+        thread.join()
+
+    transactions, results = Transactions(lambda: None), []
+    assert transactions.run(change) and results == [False, False]
 
 
 def test_other_threads_do_not_touch_the_handler():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from compiled_attn import AsyncEngine
-from compiled_attn.engine import Engine, EngineConfig
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.errors import EngineStopped, RequestCancelled
 from tests.compiled_attn.engine.counting import CONFIG, Counting
@@ -77,6 +77,18 @@ def test_an_executor_that_raises_reaches_every_request_and_those_to_come(paced):
     with AsyncEngine(serving.engine) as again:  # the engine itself goes on
         assert len(again.submit([3], LONG).result(SECONDS).tokens) == 30
     assert used(serving.engine) == 0
+
+
+def test_an_event_of_a_step_that_raises_is_delivered(paced, monkeypatch):
+    executor, serving = paced
+    ends = serving.submit([1], SamplingParams(max_new_tokens=1))
+    goes_on = serving.submit([5], LONG)
+    assert executor.begun.wait(SECONDS)
+    monkeypatch.setattr(serving.engine.scheduler, "finish", lambda *_, **__: 1 / 0)
+    executor.steps.release(1000)
+    assert ends.result(SECONDS).tokens == [2]
+    with pytest.raises(EngineStopped, match="ZeroDivisionError"):
+        goes_on.result(SECONDS)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("gone"), SystemExit("gone")])

@@ -27,7 +27,9 @@ def _run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
     scheduler.commit(step)
     for sequence in sampled:
         reason = sequence.finish_reason(1)
-        sequence.apply(RowResult(1), 0, 0.0, has_token=True, reason=reason)
+        row = RowResult(1)
+        event = sequence.event(row, 0, 0.0, reason)
+        sequence.apply(row, 0, len(sequence.tokens), 0.0, event)
         if reason:
             scheduler.finish(sequence)
     return shape
