@@ -146,12 +146,6 @@ class AsyncEngine:
         """
         return self._submitted([(prompt, [sampling or SamplingParams()])], salt)[0]
 
-    def submit_choices(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, salt: Salt = None
-    ) -> list[RequestHandle]:
-        """Queues the ``n`` continuations of a prompt, see `submit_together`."""
-        return self.submit_together([(prompt, sampling)], salt=salt)
-
     def submit_together(
         self, requests: Sequence[tuple[Sequence[int], SamplingParams]], *, salt: Salt = None
     ) -> list[RequestHandle]:

@@ -44,8 +44,7 @@ class StepTables:
 
         Args:
             request_ids: of a step.
-            changed: those of them whose blocks may differ from when they were last asked for;
-                    None: all.
+            changed: those of them whose blocks may differ from their last call; None: all.
 
         Raises:
             UnknownRequest: a request is not in the pool.
@@ -122,7 +121,7 @@ class BlockMemory:
     def reset(self) -> None:
         """Replaces the pool by an empty one, whatever state an exception left it in.
 
-        Statistics are kept.
+        The statistics are not reset.
         """
         past = self._stats_if_whole()
         self._renew(self._new_pool(), past)
@@ -193,6 +192,6 @@ class BlockMemory:
             pool,
             self._executor.copies,
             max_waste=waste,
-            min_gap=1 if waste == 0 else self._config.defrag_min_gap,
+            min_gap=1 if waste == 0 else 8,
             max_blocks=COPIES,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -59,10 +59,6 @@ class CacheSize:
         name = str(slot.dtype).removeprefix("torch.")
         return CacheSize(name, blocks * block_bytes, blocks, (blocks - 1) * config.block_size, why)
 
-    def to_dict(self) -> dict[str, object]:
-        """Returns the size as JSON-able values."""
-        return asdict(self)
-
 
 def memory_for(model: nn.Module) -> int | None:
     """Returns the bytes of memory of the model's device; None if unknown."""
@@ -115,11 +111,11 @@ def _refuse_beyond_memory(
     model: PreTrainedModel, config: EngineConfig, blocks: int, block_bytes: int
 ) -> None:
     """Checks before the allocation, as the system would promise more memory than there is."""
-    there, wanted = memory_for(model), blocks * block_bytes
-    if there is not None and wanted > there:
+    available, needed = memory_for(model), blocks * block_bytes
+    if available is not None and needed > available:
         raise ConfigError(
-            f"not enough memory: expected a KV cache of at most {there:,} bytes, which this "
-            f"machine has, got {wanted:,} bytes for {blocks} blocks of {config.block_size} "
+            f"not enough memory: expected a KV cache of at most {available:,} bytes, which this "
+            f"machine has, got {needed:,} bytes for {blocks} blocks of {config.block_size} "
             "tokens: lower num_blocks (--num-blocks), kv_memory (--kv-memory), block_size or the "
             "context"
         )

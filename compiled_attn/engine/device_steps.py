@@ -67,7 +67,9 @@ class DeviceSteps:
         spec: how steps are captured; sampling is not compiled, see `_spec_for_sampling`.
 
     Attributes:
-        module, options, others: see `compiled_attn.engine.local.Steps`.
+        module: captured for each bucket.
+        options: of its capture.
+        others: further graphs.
     """
 
     def __init__(self, model: PagedCausalLM, buckets: BucketSpace, spec: CaptureSpec) -> None:
@@ -95,11 +97,11 @@ class DeviceSteps:
         )
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
-        """See `Steps`."""
+        """Returns inputs of padding alone, to capture a bucket with."""
         return [self._last, *self._staging.stage(self._batch(bucket))[: -len(SamplingRows._fields)]]
 
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> Sequence[RowResult]:
-        """See `Steps`."""
+        """See `Executor.launch`."""
         parts, rows = step.parts, self._rows[step.bucket]
         on_host = not all(parts.sequences[at].sampling.only_samples for at in parts.special)
         is_random = bool(parts.special) and not on_host

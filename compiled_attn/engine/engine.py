@@ -342,7 +342,7 @@ class Engine:
             constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
         )
-        with delayed_interrupt(undo=lambda: self.drop({request_id})):  # nobody has its id then
+        with delayed_interrupt(undo=lambda: self.drop({request_id})):  # its id was not returned
             self._requests[request_id] = sequence
             self.scheduler.add(sequence)
             self.prompt_tokens += len(prompt)

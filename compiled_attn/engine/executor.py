@@ -37,14 +37,14 @@ class PlannedStep(NamedTuple):
         parts: what it computes.
         plan: its rows.
         bucket: the captured bucket.
-        wanted: sizes that the whole scheduled step needs; more than the parts if it was cut.
+        uncut_need: the need of the scheduled step before it was cut.
         started_s: when planning began, on the clock of `time.perf_counter`.
     """
 
     parts: ScheduledStep
     plan: Plan
     bucket: Bucket
-    wanted: dict[str, int]
+    uncut_need: dict[str, int]
     started_s: float = 0.0
 
 

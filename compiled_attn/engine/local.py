@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from graphs.capture.capture import resolve
 from graphs.capture.contract import CaptureSpec
 from graphs.torch_internals.replay.replay import Replays
 
-__all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
+__all__ = ["HostSteps", "LocalExecutor", "executor_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class LocalExecutor:
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"
-        self._steps: Steps = (
+        self._steps: HostSteps | DeviceSteps = (
             HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
         )
         self.graphs = WarmupManager(
@@ -193,10 +193,10 @@ class LocalExecutor:
 
     def plan(self, step: ScheduledStep, table: RequestTable) -> PlannedStep:
         """See `Executor.plan`."""
-        parts, wanted, largest = step, None, None
+        parts, uncut, largest = step, None, None
         while True:
             plan = self._plan(parts, table)
-            wanted = wanted or plan.need
+            uncut = uncut or plan.need
             try:
                 bucket = self.graphs.bucket(**plan.need)
             except BucketOverflow as overflow:
@@ -206,8 +206,8 @@ class LocalExecutor:
                     raise
             else:
                 if parts is not step:
-                    self._log_cut(wanted, largest)
-                return PlannedStep(parts, plan, bucket, wanted)
+                    self._log_cut(uncut, largest)
+                return PlannedStep(parts, plan, bucket, uncut)
 
     def launch(self, step: PlannedStep) -> Sequence[RowResult]:
         """See `Executor.launch`."""
@@ -260,13 +260,13 @@ class LocalExecutor:
         )
         return self.sizing.layout.plan(rows)
 
-    def _log_cut(self, wanted: dict[str, int], largest: Bucket | None) -> None:
+    def _log_cut(self, uncut: dict[str, int], largest: Bucket | None) -> None:
         if not self._has_logged_cut:
             self._has_logged_cut = True
             _log.warning(
                 "no bucket fits a step that needs %s, so it is cut into smaller ones: the largest "
                 "bucket is %s; plan or add larger ones",
-                Bucket(**wanted),
+                Bucket(**uncut),
                 largest,
             )
 
@@ -293,32 +293,8 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
     return executor
 
 
-class Steps(Protocol):
-    """Runs the steps of a model from its graphs.
-
-    Attributes:
-        module: captured for each bucket.
-        options: of its capture.
-        others: further graphs.
-    """
-
-    module: nn.Module
-    options: Mapping[str, Any]
-    others: Sequence[WarmupManager]
-
-    def padding(self, bucket: Bucket) -> Any:
-        """Returns inputs of padding alone, to capture a bucket with."""
-
-    def launch(self, graphs: WarmupManager, step: PlannedStep) -> Sequence[RowResult]:
-        """See `Executor.launch`."""
-
-
 class HostSteps:
-    """Runs the steps of a model on the CPU; attributes are those of `Steps`.
-
-    Args:
-        model: computes the steps.
-    """
+    """Runs the steps of a model on the CPU, as `DeviceSteps` does on a device."""
 
     options: Mapping[str, Any] = {}
     others: Sequence[WarmupManager] = ()
@@ -328,7 +304,7 @@ class HostSteps:
         self.padding = model.layout.padding
 
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
-        """See `Steps`."""
+        """See `DeviceSteps.launch`."""
         logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
         return sample_step(logits, step.parts, step.plan.rows.logits)
 

@@ -128,9 +128,9 @@ def shaped(
     ).to(made)
     made[_index([rule.held_ends(text, made.shape[1]) for rule, text in pairs], made)] = -torch.inf
     seen = [rule.seen.of(text) if rule.params.penalises else _NOTHING for rule, text in pairs]
-    places = _index([ids for ids, _ in seen], made)
+    index = _index([ids for ids, _ in seen], made)
     counts = torch.from_numpy(np.concatenate([counts for _, counts in seen])).to(made)
-    made[places] = _penalised(made[places], counts, [rule.params for rule in rules], places[0])
+    made[index] = _penalised(made[index], counts, [rule.params for rule in rules], index[0])
     return made
 
 

@@ -45,7 +45,7 @@ class GenerationResult:
         request_id: unique in its engine.
         error: for "error" what went wrong; ``tokens`` holds what was generated before.
         choice: which of ``n`` continuations of its prompt it is, from 0 on.
-        logprobs: of ``tokens``, if its sampling asks for them.
+        logprobs: of ``tokens``, if its sampling requests them.
         prompt_logprobs: of the prompt, whose first token has none.
         cached_tokens: tokens of the prompt that were cached when it was first scheduled, and so not
             computed; 0 for further continuations of a prompt, which share all of it.
@@ -133,9 +133,9 @@ class RequestState:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted and not all computed."""
-        is_wanted = self.sampling.prompt_logprobs is not None
-        return is_wanted and len(self.prompt_logprobs) < self.prompt_len - 1
+        """Whether log-probabilities of its prompt are still to be computed."""
+        is_requested = self.sampling.prompt_logprobs is not None
+        return is_requested and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def remaining(self) -> int:
@@ -205,7 +205,7 @@ class RequestState:
     def _result(self, row: RowResult, start: int, now_s: float, reason: str) -> GenerationResult:
         first = now_s if self.first_token_s is None else self.first_token_s
         begun = now_s if self.begun_s is None else self.begun_s
-        wants, tokens, logprobs = self.sampling, self.tokens[self.prompt_len :], [*self.logprobs]
+        params, tokens, logprobs = self.sampling, self.tokens[self.prompt_len :], [*self.logprobs]
         if row.token is not None:
             tokens.append(row.token)
             if row.logprobs is not None:
@@ -220,12 +220,12 @@ class RequestState:
             finish_reason=reason,
             ttft_s=first - self.arrived_s,
             latency_s=now_s - self.arrived_s,
-            sampling=wants,
+            sampling=params,
             request_id=self.request_id,
             error=row.error,
             choice=self.choice,
-            logprobs=None if wants.logprobs is None else logprobs,
-            prompt_logprobs=None if wants.prompt_logprobs is None else [None, *of_prompt],
+            logprobs=None if params.logprobs is None else logprobs,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None, *of_prompt],
             cached_tokens=0 if self.choice else self.cached or 0,
             queue_s=begun - self.arrived_s,
         )

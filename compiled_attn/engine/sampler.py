@@ -1,5 +1,5 @@
 """The sampler: the next token of each row, greedy or random, reproducible per request; with
-log-probabilities if a request asks for them.
+log-probabilities if requested.
 """
 
 from __future__ import annotations
@@ -27,70 +27,13 @@ __all__ = [
     "SampleRequest",
     "logits_needed",
     "rows_of",
-    "sample",
     "sample_requests",
-    "sample_rows",
     "sample_step",
 ]
 
 NOT_FINITE = "expected finite logits to sample from, got NaN or inf: check the model"
 
 _NOT_FINITE_ROW = RowResult(error=NOT_FINITE)
-
-
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    steps: Sequence[int],
-    texts: Sequence[Sequence[int]] | None = None,
-) -> list[int]:
-    """Samples the next token of each row.
-
-    Args:
-        logits: ``[R, vocab]``, any float dtype.
-        params: R of them, one per row.
-        steps: how many tokens each row's request has generated so far: the counter of its random
-            numbers.
-        texts: the tokens of each row's request so far, of which the last are those generated; for
-            penalties. None: unknown.
-
-    Raises:
-        ValueError: a row that cannot be sampled, such as one without a finite maximum.
-    """
-    tokens = []
-    for row in sample_rows(logits, params, steps, texts):
-        if row.token is None:
-            raise ValueError(row.error)
-        tokens.append(row.token)
-    return tokens
-
-
-def sample_rows(
-    logits: Tensor,
-    params: Sequence[SamplingParams | None],
-    steps: Sequence[int],
-    texts: Sequence[Sequence[int]] | None = None,
-) -> list[RowResult]:
-    """Samples each row, as `sample`; a row that fails has an error and does not affect others.
-
-    Args:
-        logits: ``[R, vocab]``, any float dtype. A row whose maximum is NaN or infinite has no
-            token.
-        params: R of them; None: the most likely token.
-        steps, texts: as in `sample`.
-
-    Raises:
-        ValueError: settings have a grammar.
-    """
-    if any(param is not None and param.grammar for param in params):
-        raise ValueError("expected settings without a grammar, got one: an engine serves it")
-    rows = enumerate(zip(params, steps, texts or [()] * len(steps), strict=True))
-    requests = []
-    for row, (param, step, text) in rows:
-        if param is not None:
-            rules = LogitRules(param, len(text) - step, param.stop_token_ids)
-            requests.append(SampleRequest(row, param, step, rules, text))
-    return sample_requests(logits, requests)
 
 
 class SampleRequest(NamedTuple):

@@ -105,7 +105,7 @@ def step_result(
         now_s: the time.
         record: figures of the step, to which those of its requests are added.
     """
-    result, ttft_s, tokens, ended = StepResult(step, now_s, record), [], 0, 0
+    result, ttft_s, tokens, finishing = StepResult(step, now_s, record), [], 0, 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
     failed: set[RequestState] = set()
     parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
@@ -127,7 +127,7 @@ def step_result(
                 ttft_s.append(now_s - sequence.arrived_s)
         elif not row.prompt_logprobs:
             continue
-        ended += bool(reason)
+        finishing += bool(reason)
         event = sequence.event(row, start, now_s, reason) if has_token or reason else None
         result.changes.append(_Change(sequence, start, len(sequence.tokens), row, event))
     if gone := failed | finished:
@@ -136,7 +136,7 @@ def step_result(
         record,
         generated_tokens=tokens,
         ttft_s=tuple(ttft_s),
-        requests=ended,
+        requests=finishing,
         failed_requests=len(failed),
         nonfinite_rows=sum(row.error is NOT_FINITE for row in rows),
     )
@@ -192,7 +192,7 @@ class StepRunner:
             now - started,
             pool.num_used,
             pool.highest_used,
-            step.wanted,
+            step.uncut_need,
         )
         return step_result(step.parts, rows, now, record)
 

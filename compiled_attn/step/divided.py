@@ -127,7 +127,7 @@ class DividedTableLayout(TableLayout):
         ranks = KeyRanks(self.group, self.share.count)
         return replace(batch.metadata(block_size), ranks=ranks)
 
-    def wanted(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+    def logits_metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
         """None: the lengths are of earlier tokens alone."""
         return None
 

@@ -121,7 +121,7 @@ class StepLayout(Protocol):
     def metadata(self, batch: Any, block_size: int) -> UnifiedMetadata:
         """Returns the metadata for `unified_attention`: traceable, no host work."""
 
-    def wanted(self, batch: Any, block_size: int) -> UnifiedMetadata | None:
+    def logits_metadata(self, batch: Any, block_size: int) -> UnifiedMetadata | None:
         """Returns the rows ``logits_index`` of a batch as requests of one token each, which write
         to the null block and read what was written before; None: not supported.
         """

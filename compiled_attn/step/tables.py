@@ -87,7 +87,7 @@ class TableBatch(NamedTuple):
             query_start_loc=self.query_start_loc,
         )
 
-    def wanted(self, block_size: int) -> UnifiedMetadata:
+    def logits_metadata(self, block_size: int) -> UnifiedMetadata:
         """Returns the rows ``logits_index`` as requests of one token each, which write to the null
         block and see what their tokens do.
 
@@ -246,9 +246,9 @@ class TableLayout:
         """See `TableBatch.metadata`."""
         return batch.metadata(block_size)
 
-    def wanted(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
-        """See `TableBatch.wanted`."""
-        return batch.wanted(block_size)
+    def logits_metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+        """See `TableBatch.logits_metadata`."""
+        return batch.logits_metadata(block_size)
 
     def over(self, num_blocks: int, block_size: int, width: int) -> TableLayout:
         """See `StepLayout.over`."""

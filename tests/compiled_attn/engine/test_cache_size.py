@@ -8,16 +8,10 @@ from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingPara
 from compiled_attn.engine.cache_size import CacheSize
 from compiled_attn.engine.config import byte_size
 from compiled_attn.models import default_model
-from tests.compiled_attn.tiny import tiny_model
 
 MIB = 2**20
 BLOCK = 2 * 2 * 2 * 16 * 4 * 4
 """Bytes of a block of 4 tokens: 2 layers, keys and values, 2 heads of 16, in float32."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 @pytest.fixture

@@ -19,9 +19,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from compiled_attn.engine import SamplingParams, sample, sample_rows
+from compiled_attn.engine import SamplingParams
 from compiled_attn.engine.logit_rules import LogitRules, SeenTokens, shaped
 from compiled_attn.engine.sizing import eos_tokens
+from tests.compiled_attn.engine.sampled import sample, sample_rows
 from tests.compiled_attn.tiny import tiny_model
 
 VOCAB = 60

@@ -51,9 +51,9 @@ def families(ranks: Ranks, backend: str, *names: str) -> None:
         tokens = tokens_of(engine)
         engine.dismiss()
         check_armed(engine)
-        wanted = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
+        expected = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
         report, heads = engine.report(), engine.executor.cache.shapes[0].num_kv_heads
-        emit(name, tokens == wanted, heads, report.kernel, report.ranks, report.compiled_graphs)
+        emit(name, tokens == expected, heads, report.kernel, report.ranks, report.compiled_graphs)
 
 
 def contexts(ranks: Ranks, backend: str, *names: str) -> None:
@@ -70,8 +70,8 @@ def contexts(ranks: Ranks, backend: str, *names: str) -> None:
         tokens = tokens_of(engine)
         engine.dismiss()
         check_armed(engine)
-        wanted = [plain_generate(model_of(name), prompt, 8) for prompt in PROMPTS]
-        emit(name, tokens == wanted, engine.report().kernel, engine.report().compiled_graphs)
+        expected = [plain_generate(model_of(name), prompt, 8) for prompt in PROMPTS]
+        emit(name, tokens == expected, engine.report().kernel, engine.report().compiled_graphs)
 
 
 def long(ranks: Ranks) -> None:
