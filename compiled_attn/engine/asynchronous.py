@@ -274,7 +274,6 @@ class AsyncEngine:
         return None if grammar is None else self._compiled_or_waited(grammar)
 
     def _compiled_or_waited(self, grammar: Grammar) -> Future[None] | None:
-        """None once it is compiled; an event loop does not wait for that."""
         compiled = self.compiled(grammar)
         if not compiled.done() and _is_in_event_loop():
             return compiled

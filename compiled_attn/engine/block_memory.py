@@ -73,7 +73,6 @@ class StepTables:
         return self._rows
 
     def _begin(self, request_id: Hashable) -> None:
-        """Adds an empty row."""
         if request_id in self._rows:
             self._rows.remove(request_id)
         if not self._rows.num_free:
@@ -81,7 +80,6 @@ class StepTables:
         self._rows.add(request_id)
 
     def _close_up(self) -> None:
-        """Frees the rows of requests that have finished."""
         for gone in [each for each in self._seen if each not in self._pool]:
             self._rows.remove(gone)
             del self._seen[gone]
@@ -131,14 +129,6 @@ class BlockMemory:
     ) -> RequestTable:
         """Returns the block table of these requests, see `StepTables`."""
         return self._tables.of(request_ids, changed)
-
-    def sound_hits(self, request_id: Hashable) -> int:
-        """Counts the blocks that a request found in the prefix cache and that precede the first one
-        that is not finite: later requests may still share them after this one failed.
-        """
-        table = self.pool.table(request_id)
-        hits = table.num_cached_tokens // table.block_size
-        return self._executor.finite_blocks(table.array[:hits])
 
     def stats(self) -> PoolStats:
         """Returns the statistics of this pool and of those that it replaced."""

@@ -92,7 +92,6 @@ def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
 
 
 def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yields limits of the default in bytes, each with its reason."""
     device = _device_of(model)
     free, total = free_bytes(device), machine_bytes(device)
     amount = "" if free is None else f"of {free / 2**30:.1f} GiB free"

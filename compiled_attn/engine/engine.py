@@ -379,7 +379,7 @@ class Engine:
 
     def _run_step(self) -> None:
         self._result = result = self._steps.compute()
-        result.commit(self._requests, self.tally, self.scheduler, self.memory)
+        result.commit(self._requests, self.tally, self.scheduler)
         self._result = None
 
     def _rollback(self) -> None:

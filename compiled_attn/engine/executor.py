@@ -11,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from compiled_attn.cache.defrag import BlockCopies
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.logprobs import RowResult
@@ -127,9 +124,6 @@ class Executor(Protocol):
         The token after a part that does not reach the end of its prompt is ignored; an error there
         is one of its request.
         """
-
-    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
-        """Counts how many of the physical ``blocks [n]`` precede the first that is not finite."""
 
     def report(self) -> ExecutorReport:
         """Reports backend, kernel and fallbacks."""

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -168,7 +166,6 @@ class LocalExecutor:
         return whole
 
     def _captured(self) -> list[Bucket]:
-        """Returns the captured buckets; raises CaptureError if they do not suffice."""
         report = self.graphs.report or WarmupReport((), 0.0)
         captured = [result.bucket for result in report.captured]
         missing = [result for result in report.results if result.status != "captured"]
@@ -213,16 +210,6 @@ class LocalExecutor:
         """See `Executor.launch`."""
         with torch.no_grad():
             return self._steps.launch(self.graphs, step)
-
-    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
-        """See `Executor.finite_blocks`."""
-        at = torch.from_numpy(blocks).to(self.module.model.device)
-        sound = torch.ones_like(at, dtype=torch.bool)
-        for buffer in self.cache.buffers():
-            if buffer.is_floating_point():
-                values = buffer.unflatten(0, (self.cache.num_blocks, -1))[at]
-                sound &= torch.isfinite(values.float()).flatten(1).all(1)
-        return int(sound.cumprod(0).sum())
 
     def report(self) -> ExecutorReport:
         """See `Executor.report`."""

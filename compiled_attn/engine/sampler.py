@@ -106,7 +106,6 @@ def _shaped(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult
 
 
 def _tokens(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
-    """Samples all rows of the logits as they are."""
     settings = _settings(logits, requests) if requests else _greedy_rows(len(logits))
     return rows_of(_op_tokens(logits, settings))
 

@@ -58,7 +58,6 @@ class StepResult:
         requests: MutableMapping[int, RequestState],
         tally: Tally,
         scheduler: Scheduler,
-        memory: BlockMemory,
     ) -> None:
         """Appends tokens and events, then frees the blocks of finished requests.
 
@@ -78,9 +77,7 @@ class StepResult:
         tally.add(self.record)
         scheduler.commit(self.step)
         for each in finished:
-            # A failed request leaves only blocks that it found in the cache, if they are finite.
-            sound = memory.sound_hits(each.sequence.request_id) if each.row.error else None
-            scheduler.finish(each.sequence, sound_blocks=sound)
+            scheduler.finish(each.sequence, has_failed=bool(each.row.error))
 
     def complete(self, requests: MutableMapping[int, RequestState]) -> None:
         """Appends the tokens and events that an interrupted `commit` has not."""

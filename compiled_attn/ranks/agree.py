@@ -83,7 +83,6 @@ def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
 
 
 def _checksum(model: nn.Module) -> str:
-    """Checksum of the names, shapes and first bytes of all weights and buffers."""
     total = 0
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         first = weight.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8)

@@ -59,10 +59,6 @@ class RankExecutor(LocalExecutor):
         with self.ranks.guard():
             return super().warmup(progress)
 
-    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
-        """See `Executor.finite_blocks`; the minimum over ranks."""
-        return self.ranks.minimum(super().finite_blocks(blocks))
-
     def report(self) -> ExecutorReport:
         """See `Executor.report`."""
         return replace(super().report(), ranks=self.ranks.count)

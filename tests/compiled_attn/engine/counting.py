@@ -76,9 +76,6 @@ class Counting:
             expected = part.sequence.tokens[: part.start] + own
             assert [self.seen[slot] for slot in slots] == expected and len(expected) == length
 
-    def finite_blocks(self, blocks):
-        return len(blocks)
-
     def report(self):
         return ExecutorReport("none", "counting")
 

@@ -172,22 +172,6 @@ class Recorded(CudaGraphBackend):
         return self.doubles[-1]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-@pytest.mark.parametrize("kernel", ["native", "portable"])
-def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
-    backend = Recorded()
-    here, _, _ = served("cpu", sampling, replace(CONFIG, kernel=kernel))
-    there, spent, engine = served(
-        "fake_device", sampling, replace(CONFIG, kernel=kernel, backend=backend)
-    )
-    assert tokens(there) == tokens(here)
-    assert each_step(spent) == (1, 1, 0, 0) and engine.report().steps_ahead
-    steps, *others = backend.doubles
-    assert steps.replays == len(spent) == engine.report().steps
-    # The sampler's graph runs for random steps only.
-    assert any(each.replays for each in others) == (sampling is RANDOM)
-
-
 @pytest.fixture
 def bridge(monkeypatch) -> Bridge:
     return stubbed_bridge(monkeypatch)

@@ -12,14 +12,7 @@ from compiled_attn.engine.local import LocalExecutor
 from graphs import CaptureError
 from graphs.backends.eager import EagerBackend
 from tests.compiled_attn.engine.counting import Counting
-from tests.compiled_attn.engine.paced import warm_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
-
-
-def test_the_executor_says_what_ends_a_text():
-    engine = warm_engine()
-    (result,) = engine.generate([[96]], SamplingParams(max_new_tokens=20))
-    assert (result.tokens, result.finish_reason) == ([97, 98, 99], "stop")
 
 
 def test_a_model_is_the_short_form_of_a_local_executor():

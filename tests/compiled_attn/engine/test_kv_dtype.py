@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -63,7 +62,7 @@ def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kerne
 
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kind, kernel):
+def test_what_is_not_finite_in_a_cache_of_8_bits_hurts_no_other(kind, kernel):
     poison, prompts = 127, _prompts(6)
     model = tiny_model()
     model.get_input_embeddings().weight.data[poison] = math.nan
@@ -78,14 +77,6 @@ def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kin
     # Nothing of it is found by a prompt that begins like it.
     (result,) = engine.generate([[*prompts[1], 5]], SAMPLING)
     assert result.finish_reason == "length"
-    cache = engine.executor.module.cache
-    codes = cache.value(0).view(torch.uint8)
-    assert engine.executor.finite_blocks(np.arange(1, 3)) == 2
-    if kind == "fp8":
-        codes[4 * 2] = 0x7F  # NaN
-        assert engine.executor.finite_blocks(np.arange(1, 3)) == 1
-    cache.key_scale(1)[4 * 1] = math.inf
-    assert engine.executor.finite_blocks(np.arange(1, 3)) == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])

@@ -60,36 +60,33 @@ def test_a_row_of_bfloat16_logits_is_sampled():
     assert sample(logits, [SamplingParams(temperature=0.1)], [0]) == [1]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"max_new_tokens": 0},
-        {"temperature": -1.0},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"seed": -1},
-        {"top_k": 1.5},
-        {"top_k": True},
-        {"top_k": torch.tensor(True)},
-        {"max_new_tokens": "3"},
-        {"temperature": "1"},
-        {"temperature": float("nan")},
-        {"temperature": 10**400},
-        {"temperature": np.True_},
-        {"temperature": torch.tensor([1.0, 2.0])},
-        {"stop_token_ids": b"ab"},
-        {"stop_token_ids": (1.5,)},
-        {"stop": ("",)},
-        {"stop": 7},
-        {"stop": ("a", 7)},
-        {"ignore_eos": "no"},
-        {"ignore_eos": np.array([1, 2])},
-    ],
-)
-def test_values_out_of_range_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        SamplingParams(**bad)
+NAN, INF = float("nan"), float("inf")
+BAD = {
+    "max_new_tokens": [0, "3"],
+    "temperature": [-1.0, "1", NAN, 10**400, np.True_, torch.tensor([1.0, 2.0])],
+    "top_k": [-1, 1.5, True, torch.tensor(True)],
+    "top_p": [0.0, 1.1],
+    "seed": [-1],
+    "stop_token_ids": [b"ab", (1.5,)],
+    "stop": [("",), 7, ("a", 7)],
+    "ignore_eos": ["no", np.array([1, 2])],
+    "min_p": [1.5, "0"],
+    "repetition_penalty": [0, INF, 1e39, 1e-50],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [NAN],
+    "logit_bias": [{-1: 0.0}, {1: INF}, {1: 1e39}, {1: NAN}, {1.5: 1.0}, [1, 2], "12"],
+    "min_tokens": [17, -1],
+    "logprobs": [-1, True],
+    "prompt_logprobs": [1.5],
+    "n": [0],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_values_out_of_range_are_refused(name):
+    for value in BAD[name]:
+        with pytest.raises(ValueError, match=f"expected {name}: .*, got "):
+            SamplingParams(**{name: value})
 
 
 def test_a_tiny_temperature_is_greedy_and_logits_that_are_nan_are_an_error():

@@ -201,7 +201,7 @@ def test_a_sequence_that_failed_leaves_nothing_in_the_prefix_index():
     failed = _sequence(0, 10)
     scheduler.add(failed)
     _run_step(scheduler)
-    scheduler.finish(failed, sound_blocks=0)
+    scheduler.finish(failed, has_failed=True)
     scheduler.add(_sequence(1, 10))
     assert _run_step(scheduler) == [(1, 10)]
 

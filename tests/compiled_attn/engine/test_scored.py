@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -109,13 +108,6 @@ def test_no_end_is_drawn_before_min_tokens(engine):
         [PROMPTS[0]], SamplingParams(max_new_tokens=9, min_tokens=4, stop_token_ids=ends)
     )
     assert not set(ends) & set(held.tokens[:4]) and len(held.tokens) >= 4
-
-
-def test_an_end_that_no_token_is_changes_nothing_without_min_tokens(engine):
-    plain = SamplingParams(max_new_tokens=4, presence_penalty=1.0)
-    never = replace(plain, stop_token_ids=(-1, 2**70))
-    one, other = engine.generate([PROMPTS[0]] * 2, [plain, never])
-    assert one.tokens == other.tokens
 
 
 def test_continuations_are_those_of_their_seeds_in_order_and_share_the_blocks_of_the_prompt(model):
