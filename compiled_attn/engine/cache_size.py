@@ -24,11 +24,11 @@ class CacheSize:
     """The size of a KV cache, and the reason.
 
     Args:
-        dtype: of its elements.
-        bytes: of all its blocks, scales included.
-        blocks: null block included.
-        tokens: capacity.
-        why: the reason.
+        dtype: element type.
+        bytes: size of all blocks, scales included.
+        blocks: number of blocks, null block included.
+        tokens: capacity in tokens.
+        why: what determined the size.
     """
 
     dtype: str
@@ -47,7 +47,8 @@ class CacheSize:
         the next start: captured graphs depend on the size of the cache. On an accelerator, which
         nothing else uses, it is four fifths of the free memory, in 64ths of the total.
 
-        If several ``ranks`` share a context, it is the size of the cache of one.
+        Args:
+            ranks: ranks that divide a context; the size is that of one rank.
 
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.

@@ -30,7 +30,7 @@ class NextTokens(nn.Module):
     """A model whose graph also returns the most likely tokens, and reads those of the last step.
 
     Args:
-        model: of the steps.
+        model: computes the logits.
 
     Shape (T tokens, L rows of logits):
         - last: ``[most rows]`` int64, the tokens of the last step
@@ -63,12 +63,12 @@ class DeviceSteps:
 
     Args:
         model: computes the steps.
-        buckets: of the steps.
+        buckets: buckets of the steps.
         spec: how steps are captured; sampling is not compiled, see `_spec_for_sampling`.
 
     Attributes:
         module: captured for each bucket.
-        options: of its capture.
+        options: capture options.
         others: further graphs.
     """
 
@@ -129,7 +129,7 @@ class DeviceSteps:
 
 
 def _spec_for_sampling(spec: CaptureSpec) -> CaptureSpec:
-    """How sampling is captured, given how steps are.
+    """Returns how sampling is captured, given how steps are.
 
     Nearly all of its time is sorting, for which compiled code calls torch too; and inductor of
     torch 2.11 fails on CUDA at the running sum of long rows.

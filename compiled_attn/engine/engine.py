@@ -63,8 +63,8 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
-        sentinel: what compiled since the warmup.
-        warmup_report: of the last warmup, None before it.
+        sentinel: counts compiles since the warmup.
+        warmup_report: report of the last warmup; None before it.
         restarts: how often a step or an abort was rolled back.
         prompt_tokens: tokens of all submitted prompts.
         is_streaming: whether a stream is open.
@@ -107,7 +107,7 @@ class Engine:
         self._ids = itertools.count()
         self._events: deque[TokenEvent] = deque()
         self._transactions = Transactions(self._rollback)
-        self._result: StepResult | None = None  # its commit has begun
+        self._result: StepResult | None = None  # while it is committed
         self.is_streaming = False
         self.restarts = 0
         self.prompt_tokens = 0
@@ -176,7 +176,7 @@ class Engine:
         return self.take_events()
 
     def take_events(self) -> list[TokenEvent]:
-        """Removes and returns the events of `step` that an exception held back."""
+        """Removes and returns undelivered events, e.g. after `step` raised an exception."""
         events = list(self._events)
         self._events.clear()
         return events

@@ -31,8 +31,8 @@ class PlannedStep(NamedTuple):
     """A step that fits a captured bucket.
 
     Args:
-        parts: what it computes.
-        plan: its rows.
+        parts: scheduled tokens.
+        plan: rows of these tokens.
         bucket: the captured bucket.
         uncut_need: the need of the scheduled step before it was cut.
         started_s: when planning began, on the clock of `time.perf_counter`.
@@ -50,11 +50,11 @@ class ExecutorReport:
     """Backend, kernel and fallbacks of an executor.
 
     Args:
-        backend: of the captured graphs.
-        kernel: of attention.
+        backend: backend of the captured graphs.
+        kernel: attention kernel.
         notes: why that kernel was chosen.
         fallbacks: degraded graphs, plus a kernel that could not be built.
-        steps: the warmup of the graphs of steps; None before it.
+        steps: warmup report of the step graphs; None before the warmup.
         ranks: processes that compute each step together.
     """
 

@@ -60,7 +60,7 @@ class LocalExecutor:
         timed_runs: how often a graph is run after its capture, to time it.
 
     Attributes:
-        config: as given.
+        config: the given configuration.
         sizing: context, blocks and buckets; after the warmup the buckets that were captured.
         schedules_ahead: see `Executor`.
         eos: end-of-sequence tokens of the model.

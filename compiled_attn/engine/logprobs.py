@@ -94,7 +94,7 @@ class TokenLogprobs(NamedTuple):
     """The log-probability of a token, and the most likely tokens at its position.
 
     Args:
-        token: its id.
+        token: token id.
         logprob: natural logarithm of its probability.
         top: ids and log-probabilities of the most likely tokens, the likeliest first; ties go to
             the lower id.
@@ -111,8 +111,8 @@ class RowResult(NamedTuple):
     Args:
         token: id of the next token; None with an error.
         error: why there is none, else "".
-        logprobs: of the token, if requested.
-        prompt_logprobs: of the prompt tokens that follow those which the step computed.
+        logprobs: log-probabilities of the token, if requested.
+        prompt_logprobs: those of the prompt tokens after the computed ones.
     """
 
     token: int | None = None

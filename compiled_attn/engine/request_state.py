@@ -45,8 +45,8 @@ class GenerationResult:
         request_id: unique in its engine.
         error: for "error" what went wrong; ``tokens`` holds what was generated before.
         choice: which of ``n`` continuations of its prompt it is, from 0 on.
-        logprobs: of ``tokens``, if its sampling requests them.
-        prompt_logprobs: of the prompt, whose first token has none.
+        logprobs: those of ``tokens``, if requested.
+        prompt_logprobs: those of the prompt, if requested; the first token has None.
         cached_tokens: tokens of the prompt that were cached when it was first scheduled, and so not
             computed; 0 for further continuations of a prompt, which share all of it.
         queue_s: seconds from arrival until it first had blocks.
@@ -88,14 +88,14 @@ class RequestState:
     """A request's tokens and how far they are computed.
 
     Args:
-        request_id: its id in the engine.
+        request_id: id in the engine.
         tokens: the prompt followed by the generated tokens.
         prompt_len: tokens of the prompt.
         sampling: how it is continued, with a seed.
         arrived_s: on the clock of `time.perf_counter`.
         computed: tokens whose keys and values are in the cache; 0 after a preemption.
         reserved: positions that its blocks hold.
-        commit_from: its pool has nothing to commit while fewer tokens are computed.
+        commit_from: number of computed tokens at which the pool next commits a block.
         cached: tokens of the prompt that were cached when it first had blocks; None before.
         stop_tokens: tokens that end it.
         events: the queue that its events go to, under its ``index`` and ``choice``.

@@ -40,7 +40,7 @@ class SampleRequest(NamedTuple):
     """A row whose token is not simply the most likely one.
 
     Args:
-        row: of the logits.
+        row: row of the logits.
         params: how the token is sampled.
         step: how many tokens were generated before it.
         rules: change its logits before that; None: nothing does.
@@ -74,7 +74,7 @@ def _each_or_error(
     sample_all: Callable[[Sequence[SampleRequest]], Sequence[RowResult]],
     requests: Sequence[SampleRequest],
 ) -> Sequence[RowResult]:
-    """All at once, or, if that fails, one by one: a failure is one request's alone."""
+    """Samples all at once, or, if that fails, one by one, so that only failing ones get errors."""
     if not requests:
         return []
     try:
@@ -132,7 +132,7 @@ def _op() -> Any:
 
 
 def _op_tokens(logits: Tensor, settings: SamplingRows) -> list[int]:
-    """Tokens of the op, or of its reference where the op does not support the row."""
+    """Samples with the op, or with its reference where the op does not support a row."""
     if logits.device.type != "cpu" or logits.dtype not in NATIVE_DTYPES:
         tokens = reference(logits, *(each.to(logits.device) for each in settings)).tolist()
     else:

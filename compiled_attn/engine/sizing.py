@@ -41,7 +41,7 @@ class StepSize:
         not more than the buckets hold, and not less than `max_seqs`.
 
         Args:
-            config: of the engine.
+            config: configuration of the engine.
             symbolic: axes whose sizes a graph may leave open, see `StepLayout.symbolic`.
         """
         if config.max_tokens_per_step is not None:
@@ -113,7 +113,7 @@ class Sizing:
 
         Args:
             model: the served model.
-            config: of the engine; the cache is of one rank.
+            config: configuration of the engine; cache sizes are per rank.
             layout: how steps become tensors.
             ranks: how many share one cache.
 
@@ -155,10 +155,10 @@ def step_limits(config: EngineConfig, most: int, context: int, num_blocks: int) 
     """Computes the largest step: each running request writes to a block, each token to a slot.
 
     Args:
-        config: of the engine.
-        most: tokens of a step, at most.
-        context: of a request.
-        num_blocks: of the cache, null block included.
+        config: configuration of the engine.
+        most: maximum number of tokens.
+        context: maximum tokens of a request.
+        num_blocks: blocks of the cache, null block included.
     """
     pool = num_blocks - 1
     seqs = min(config.max_seqs, pool)

@@ -19,15 +19,15 @@ from graphs import no_compile
 __all__ = ["StepResult", "StepRunner", "step_result"]
 
 
-class _Change(NamedTuple):
-    """The change of one request.
+class _RequestResult(NamedTuple):
+    """What a step yields for one request.
 
     Args:
         sequence: the request.
         start: tokens that were computed before the step.
         length: tokens that it had before the step.
         row: what the step yields for it.
-        event: of its next token or its error; None for a chunk inside the prompt.
+        event: event of the next token or the error; None for a chunk inside the prompt.
     """
 
     sequence: RequestState
@@ -44,14 +44,14 @@ class StepResult:
     Args:
         step: the computed tokens that later prompts may share.
         now_s: when it was computed, on the clock of `time.perf_counter`.
-        record: its figures.
-        changes: of its requests, in order.
+        record: sizes and times.
+        requests: results of its requests, in order.
     """
 
     step: ScheduledStep
     now_s: float
     record: StepRecord
-    changes: list[_Change] = field(default_factory=list)
+    requests: list[_RequestResult] = field(default_factory=list)
 
     def commit(
         self,
@@ -65,13 +65,13 @@ class StepResult:
         second fails, the blocks can be rebuilt from the requests.
         """
         finished = []
-        for change in self.changes:
-            sequence, start, length, row, event = change
+        for each in self.requests:
+            sequence, start, length, row, event = each
             sequence.apply(row, start, length, self.now_s, event)
             if event is not None:
                 sequence.events.append(event)
                 if event.result is not None:
-                    finished.append(change)
+                    finished.append(each)
         for each in finished:
             del requests[each.sequence.request_id]
         tally.add(self.record)
@@ -81,7 +81,7 @@ class StepResult:
 
     def complete(self, requests: MutableMapping[int, RequestState]) -> None:
         """Appends the tokens and events that an interrupted `commit` has not."""
-        for sequence, start, length, row, event in self.changes:
+        for sequence, start, length, row, event in self.requests:
             sequence.apply(row, start, length, self.now_s, event)
             if event is None:
                 continue
@@ -102,7 +102,8 @@ def step_result(
         now_s: the time.
         record: figures of the step, to which those of its requests are added.
     """
-    result, ttft_s, tokens, finishing = StepResult(step, now_s, record), [], 0, 0
+    result, ttft_s = StepResult(step, now_s, record), []
+    tokens = finishing = nonfinite = 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
     failed: set[RequestState] = set()
     parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
@@ -117,6 +118,7 @@ def step_result(
                 row = RowResult(error=f"its end is unknown: {type(error).__name__}: {error}")
         if row.token is None:
             failed.add(sequence)
+            nonfinite += row.error is NOT_FINITE
             has_token, reason = False, "error"
         elif has_token:
             tokens += 1
@@ -126,7 +128,7 @@ def step_result(
             continue
         finishing += bool(reason)
         event = sequence.event(row, start, now_s, reason) if has_token or reason else None
-        result.changes.append(_Change(sequence, start, len(sequence.tokens), row, event))
+        result.requests.append(_RequestResult(sequence, start, len(sequence.tokens), row, event))
     if gone := failed | finished:
         result.step = step.without(gone)
     result.record = replace(
@@ -135,7 +137,7 @@ def step_result(
         ttft_s=tuple(ttft_s),
         requests=finishing,
         failed_requests=len(failed),
-        nonfinite_rows=sum(row.error is NOT_FINITE for row in rows),
+        nonfinite_rows=nonfinite,
     )
     return result
 

@@ -37,7 +37,7 @@ def quantile(counts: NDArray[np.float64], share: float) -> float:
 
     Args:
         counts: ``[BINS]``, how many durations fell into each bin.
-        share: of the durations, 0 to 1.
+        share: quantile, 0 to 1.
     """
     total = counts.sum()
     if not total:
@@ -121,8 +121,8 @@ class Tally:
     All numbers are one array, and a step is one addition to it.
 
     Args:
-        buckets: those that steps run in.
-        cost: of a bucket, or of what a step needs.
+        buckets: all buckets that steps run in.
+        cost: relative cost of a bucket.
 
     Attributes:
         blocks: blocks in use and the highest of them, over the busy seconds.

@@ -12,10 +12,10 @@ __all__ = ["Transactions", "delayed_interrupt"]
 
 
 class Transactions:
-    """Runs changes of requests and blocks one at a time.
+    """Runs transactions on requests and blocks, one at a time.
 
     Args:
-        rollback: called after an exception in a change, in whatever state it left.
+        rollback: called after an exception in a transaction.
     """
 
     def __init__(self, rollback: Callable[[], None]) -> None:
@@ -23,23 +23,23 @@ class Transactions:
         self._lock = threading.RLock()
         self._is_running = False
 
-    def run(self, change: Callable[[], None]) -> bool:
-        """Makes a change, or rolls it back; False: another one runs, so it does nothing."""
+    def run(self, transaction: Callable[[], None]) -> bool:
+        """Runs a transaction, or rolls it back; False: another is running, so it does nothing."""
         with delayed_interrupt():
             if not self._lock.acquire(blocking=False):  # another thread
                 return False
             try:
-                if self._is_running:  # this thread, within a change
+                if self._is_running:  # this thread, within a transaction
                     return False
-                self._change(change)
+                self._run(transaction)
             finally:
                 self._lock.release()
         return True
 
-    def _change(self, change: Callable[[], None]) -> None:
+    def _run(self, transaction: Callable[[], None]) -> None:
         try:
             self._is_running = True
-            change()
+            transaction()
         except BaseException:
             self._rollback()
             raise

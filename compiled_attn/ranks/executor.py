@@ -29,7 +29,7 @@ class RankExecutor(LocalExecutor):
     first, and the others then load it from the store or inductor's cache.
 
     Args:
-        ranks: of the process group.
+        ranks: ranks of the process group.
         model: sharded, see `divide`.
         config: the same on each rank.
 
@@ -46,7 +46,7 @@ class RankExecutor(LocalExecutor):
 
     @classmethod
     def divide(cls, model: PreTrainedModel, ranks: Ranks) -> None:
-        """Keep the part of the model that this rank computes, in place."""
+        """Shard the model in place."""
         shard(model, ranks)
 
     @classmethod
@@ -77,7 +77,7 @@ class RankExecutor(LocalExecutor):
 
 
 def _facts(step: PlannedStep) -> dict[str, NDArray[np.int64]]:
-    """What defines a step, by name.
+    """Facts that define a step, by name.
 
     The slots of new tokens stand for the blocks: each block of a request was once new or is found
     by its tokens, and only the pool moves blocks.

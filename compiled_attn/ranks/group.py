@@ -143,7 +143,7 @@ def join_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
     KeyboardInterrupt in the main thread.
 
     Args:
-        timeout_s: of collectives; the exit of a process is detected at once.
+        timeout_s: timeout of collectives; the exit of a process is detected at once.
 
     Raises:
         RankLost: a rank exited.

@@ -50,14 +50,14 @@ class AllReduced(nn.Module):
 
 
 def shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
-    """Keep the shard of one rank of a model, in place; returns the model.
+    """Shard a model for one rank, in place; returns the model.
 
     Norms, embeddings and the head are replicated. Key and value heads are split, or replicated on
     several ranks where there are fewer heads than ranks.
 
     Args:
         model: whole, the same on each rank.
-        ranks: of the process group; one rank changes nothing.
+        ranks: ranks of the process group; one rank changes nothing.
 
     Raises:
         ModelRefused: transformers has no ``tp_plan`` for it, or one with unknown styles, or heads

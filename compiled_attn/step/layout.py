@@ -46,9 +46,9 @@ class ModelWork:
     """What a model computes, in floating point operations.
 
     Args:
-        linear: of one token outside attention (twice the weights it meets).
-        attention: of one query with one key, over all layers.
-        head: of one row of logits.
+        linear: work of a token outside attention (twice the weights).
+        attention: work of one query with one key, over all layers.
+        head: work of one row of logits.
     """
 
     linear: float

@@ -26,7 +26,7 @@ def engine() -> Engine:
 
 
 def expected(words: list[Word], prompt: list[int], ends: set[int] = frozenset()) -> list[int]:
-    """The greedy answer, by plain logits and the definition of the words."""
+    """The greedy answer, by plain logits and the words."""
     model, made = tiny_model(), ()
     while True:
         allowed = next_of(words, made) | (ends if made in words else set())
@@ -188,7 +188,7 @@ def test_a_preempted_request_goes_on_where_it_was():
     st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_mask_forbids_what_the_definition_does(words, vocab, known, count):
+def test_a_mask_forbids_what_the_reference_does(words, vocab, known, count):
     start = words[0][:count]
     grammars, ends = Words(known), {3, 32, 200}
     logits = torch.randn(3, vocab)

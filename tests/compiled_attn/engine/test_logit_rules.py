@@ -37,7 +37,7 @@ def _row(params: SamplingParams, prompt: list[int], generated: list[int], logits
 def by_loops(
     params: SamplingParams, prompt: list[int], generated: list[int], logits: torch.Tensor
 ) -> np.ndarray:
-    """The definition, in float64: biases, ends that wait, then the penalties token by token."""
+    """Reference in float64: biases, ends that wait, then the penalties token by token."""
     row = logits.double().numpy().copy()
     for token, bias in params.logit_bias:
         row[token] += bias
@@ -67,7 +67,7 @@ rules = st.builds(
 
 @given(st.lists(st.tuples(rules, tokens, tokens), min_size=1, max_size=5), st.integers(0, 99))
 @settings(deadline=None)
-def test_all_rows_at_once_are_as_the_definition_makes_each(rows, seed):
+def test_all_rows_at_once_are_as_the_reference_makes_each(rows, seed):
     logits = 4 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
     made = shaped(

@@ -115,7 +115,7 @@ def test_a_top_k_above_the_vocabulary_keeps_all():
 
 
 def by_sorting(logits: torch.Tensor, params: SamplingParams, step: int) -> int:
-    """The definition: the whole row sorted, cut, and sampled from with the request's own number."""
+    """Reference: the whole row sorted, cut, and sampled from with the request's own number."""
     scaled = (logits.double() - logits.double().max()) / params.temperature
     ordered, tokens = torch.sort(scaled, descending=True, stable=True)
     if params.top_k:
