@@ -225,7 +225,7 @@ def _recording(view: ServingView, needs: list[str]) -> Callable[[StepInfo], None
     def on_step(info: StepInfo) -> None:
         view(info)
         if info.step is not None:
-            needs.append(json.dumps(dict(info.step.wanted)) + "\n")
+            needs.append(json.dumps(dict(info.step.uncut_need)) + "\n")
 
     return on_step
 

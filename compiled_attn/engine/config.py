@@ -98,13 +98,10 @@ class EngineConfig:
         "unused; 0: always, 1: never; by default 0.25 with the portable kernel, whose steps read "
         "the whole range, and never with the native one.",
     )
-    defrag_min_gap: int = setting(
-        8, "Move blocks only if at least this many of the range are unused.", least=1
-    )
     prefix_key: bytes | None = setting(
         None,
-        "Secret key of the hashes of block contents, so that nobody can guess those of another's "
-        "prompt; by default random for each engine.",
+        "Secret key of the hashes of block contents, so that no user can guess the "
+        "prompt of another; by default random for each engine.",
     )
     backend: str | Backend = setting(
         "inductor",

@@ -38,7 +38,7 @@ from compiled_attn.engine.sampling import (
 )
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
-from compiled_attn.engine.steps import StepRunner
+from compiled_attn.engine.steps import StepResult, StepRunner
 from compiled_attn.engine.stream import Stream, Workload, results_of
 from compiled_attn.engine.tally import Tally
 from compiled_attn.engine.transaction import Transactions, delayed_interrupt
@@ -63,8 +63,8 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
-        sentinel: what compiled since the warmup.
-        warmup_report: of the last warmup, None before it.
+        sentinel: counts compiles since the warmup.
+        warmup_report: report of the last warmup; None before it.
         restarts: how often a step or an abort was rolled back.
         prompt_tokens: tokens of all submitted prompts.
         is_streaming: whether a stream is open.
@@ -107,6 +107,7 @@ class Engine:
         self._ids = itertools.count()
         self._events: deque[TokenEvent] = deque()
         self._transactions = Transactions(self._rollback)
+        self._result: StepResult | None = None  # while it is committed
         self.is_streaming = False
         self.restarts = 0
         self.prompt_tokens = 0
@@ -172,6 +173,10 @@ class Engine:
             KeyboardInterrupt: at the end of the step; the next call returns its tokens.
         """
         self.advance()
+        return self.take_events()
+
+    def take_events(self) -> list[TokenEvent]:
+        """Removes and returns undelivered events, e.g. after `step` raised an exception."""
         events = list(self._events)
         self._events.clear()
         return events
@@ -337,7 +342,7 @@ class Engine:
             constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
         )
-        with delayed_interrupt(undo=lambda: self.drop({request_id})):  # nobody has its id then
+        with delayed_interrupt(undo=lambda: self.drop({request_id})):  # its id was not returned
             self._requests[request_id] = sequence
             self.scheduler.add(sequence)
             self.prompt_tokens += len(prompt)
@@ -349,14 +354,17 @@ class Engine:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
-        self._transactions.refuse_second()
         self.executor.check_unchanged()
-        self._transactions.run(self._run)
+        if not self._transactions.run(self._run):
+            raise RuntimeError(
+                "expected an idle engine, got a call from within a step, or from another thread: "
+                "let one thread step it"
+            )
 
     def drop(self, request_ids: set[int]) -> None:
         """Aborts those of the requests that are open, at once or before the next step."""
         self._dropped |= request_ids & self._requests.keys()
-        if self._dropped and not self._transactions.is_running:
+        if self._dropped:
             self._transactions.run(self._drop_all)
 
     def has_started(self, request_id: int) -> bool:
@@ -370,10 +378,14 @@ class Engine:
             self._run_step()
 
     def _run_step(self) -> None:
-        result = self._steps.compute()
-        result.commit(self._requests, self.tally, self.scheduler, self.memory)
+        self._result = result = self._steps.compute()
+        result.commit(self._requests, self.tally, self.scheduler)
+        self._result = None
 
     def _rollback(self) -> None:
+        if self._result is not None:
+            self._result.complete(self._requests)
+            self._result = None
         self._steps.rollback()
         self.memory.reset()
         self.scheduler.restart(self.pool, self._requests.values())
@@ -395,6 +407,6 @@ class Engine:
                 check_lengths(self.sizing, sequence.prompt_len, sequence.sampling.max_new_tokens)
             except ConfigError as error:
                 row = RowResult(error=str(error))
-                sequence.apply(row, 0, time.perf_counter(), has_token=False, reason="error")
+                sequence.events.append(sequence.event(row, 0, time.perf_counter(), reason="error"))
                 self.drop({sequence.request_id})
                 self.tally.count_failure()

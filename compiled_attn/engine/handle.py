@@ -92,7 +92,7 @@ class RequestHandle:
         Raises:
             RequestCancelled: it was cancelled.
             EngineStopped: its engine was stopped or failed.
-            TimeoutError: it has not finished by then, and keeps running.
+            TimeoutError: it has not finished by then; it continues to run.
             RuntimeError: it has not finished, and this is the thread that serves it.
         """
         self._wait(self._enders, self._is_over, timeout)

@@ -172,7 +172,7 @@ class PagedCausalLM(nn.Module):
         cuts = self._cuts_last_layer and (torch.compiler.is_compiling() or self._in_trial)
         if not cuts or statically_known_true(len(tokens) <= len(rows)):
             return paged
-        few = self.layout.wanted(step, size)
+        few = self.layout.logits_metadata(step, size)
         if few is None:
             return paged
         return replace(paged, logits=LogitsRows(rows, PagedStep.of(cache, few, windows)))
@@ -207,7 +207,7 @@ class PagedCausalLM(nn.Module):
     def _try_cut_last_layer(self, expected: Tensor) -> None:
         layout = self.layout.over(2, 1, 1)
         padding = layout.padding(dict.fromkeys(layout.axes, 1))
-        if not self._layers or not self._are_regions or layout.wanted(padding, 1) is None:
+        if not self._layers or not self._are_regions or layout.logits_metadata(padding, 1) is None:
             return
         self._cuts_last_layer = self._in_trial = True
         try:

@@ -12,25 +12,7 @@ from compiled_attn.engine.local import LocalExecutor
 from graphs import CaptureError
 from graphs.backends.eager import EagerBackend
 from tests.compiled_attn.engine.counting import Counting
-from tests.compiled_attn.engine.paced import warm_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
-
-
-def test_every_request_is_continued_and_every_token_found_where_its_tables_say():
-    engine = warm_engine()
-    prompts = [[n, 5, n] * (1 + n % 4) for n in range(1, 30)]
-    results = engine.generate(prompts, SamplingParams(max_new_tokens=20), in_order=True)
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.tokens == list(range(prompt[-1] + 1, prompt[-1] + 21))
-    report = engine.report()
-    assert (report.kernel, report.backend, report.requests) == ("counting", "none", 29)
-    assert report.preemptions > 0 and report.prefix_hit_ratio > 0
-
-
-def test_the_executor_says_what_ends_a_text():
-    engine = warm_engine()
-    (result,) = engine.generate([[96]], SamplingParams(max_new_tokens=20))
-    assert (result.tokens, result.finish_reason) == ([97, 98, 99], "stop")
 
 
 def test_a_model_is_the_short_form_of_a_local_executor():

@@ -107,7 +107,7 @@ def test_rows_read_what_their_tokens_see(made):
         ]
         plan = BatchBuilder(BLOCKS, SIZE).plan_tables(requests)
         batch = plan.fill({axis: size + made[1] for axis, size in plan.need.items()}, WIDTH)
-        few = batch.wanted(SIZE)
+        few = batch.logits_metadata(SIZE)
         seen = [
             (end - count + n + 1, TABLES[i][: -(-end // SIZE)])
             for i, ((_, end), count) in enumerate(step)
@@ -124,7 +124,8 @@ def test_rows_read_what_their_tokens_see(made):
 
 
 def test_a_step_of_padding_alone_sees_nothing():
-    assert TableLayout(8, 4, 2).padding({"tokens": 6, "requests": 3}).wanted(4).seq_lens.eq(0).all()
+    padding = TableLayout(8, 4, 2).padding({"tokens": 6, "requests": 3})
+    assert padding.logits_metadata(4).seq_lens.eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.int8])

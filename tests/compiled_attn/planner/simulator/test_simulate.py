@@ -49,7 +49,9 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
         for sequence in sampled:
             fresh += 1
             ends = sequence.finish_reason(fresh)
-            sequence.apply(RowResult(fresh), 0, 0.0, has_token=True, reason=ends)
+            row = RowResult(fresh)
+            event = sequence.event(row, 0, 0.0, ends)
+            sequence.apply(row, 0, len(sequence.tokens), 0.0, event)
             if ends:
                 scheduler.finish(sequence)
     return needs, scheduler.preemptions
