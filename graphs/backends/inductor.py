@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
+from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.input_overlaps import watch_written_names
 from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
@@ -20,9 +19,7 @@ from graphs.torch_internals.compiling import (
     compile_once,
     compiling,
     has_cpp_compiler,
-    inductor_compiler,
     is_missing_compiler,
-    why_no_disk_cache,
     why_stale,
 )
 from graphs.torch_internals.direct_call import direct_path
@@ -32,7 +29,7 @@ from graphs.torch_internals.features import with_features
 from graphs.torch_internals.replay.replay import Replays
 from graphs.watch.causes import describe_failure
 
-__all__ = ["InductorBackend", "compile_only", "freeze", "shareable"]
+__all__ = ["InductorBackend", "freeze", "shareable"]
 
 _log = logging.getLogger(__name__)
 
@@ -99,28 +96,6 @@ class InductorBackend(Backend):
         """An empty string: Dynamo has symbols for sizes."""
         return ""
 
-    def why_no_precompile(self) -> str:
-        """Why inductor's cache on disk cannot be used, or an empty string."""
-        if self._compiler != "inductor":
-            return super().why_no_precompile()
-        return why_no_disk_cache()
-
-    def precompile(self, job: Job) -> None:
-        """Compile into inductor's cache on disk, and run nothing.
-
-        Raises:
-            NotImplementedError: this compiler has no such cache, or it is switched off.
-        """
-        if reason := self.why_no_precompile():
-            raise NotImplementedError(reason)
-        compiler = inductor_compiler(job.options["mode"], job.options["options"])
-        compile_only(replace(job, examples=separate_storages(job.examples)), compiler)
-
-    def prepare(self) -> None:
-        """Load and probe once what every first compile needs, for forked processes to inherit."""
-        spec = CaptureSpec(InductorBackend(), "prepare")
-        InductorBackend.precompile(self, Job(torch.neg, [torch.ones(8)], spec))
-
 
 def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     """Compile in the first run; return the graph and what that run returned.
@@ -163,26 +138,6 @@ def shareable(frozen: Frozen) -> Frozen:
     why_not = direct.why_not
     sharing: dict[str, Any] = {"why_not": lambda examples: why_not(tuple(examples))}
     return replace(frozen, direct=replace(direct, sees_sizes=False), **sharing)
-
-
-def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
-    """Trace a callable and compile its graph with `compiler`; run nothing."""
-
-    def compile_and_refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
-        compiler(graph, inputs)
-
-        def refuse(*_: Any) -> None:
-            raise _Compiled
-
-        return refuse
-
-    compiled = compile_once(with_own_code(job.function, job.name), compile_and_refuse)
-    with compiling(), mark_symbolic(job.examples, job.dims), contextlib.suppress(_Compiled):
-        compiled(*job.examples)
-
-
-class _Compiled(Exception):
-    pass
 
 
 def _why_not(error: Exception) -> str:

@@ -60,24 +60,6 @@ class Backend(ABC):
         """Why captures cannot share a graph of symbolic sizes, or an empty string."""
         return f"backend {self.name!r} captures at fixed sizes only"
 
-    def why_no_precompile(self) -> str:
-        """Why :meth:`precompile` does not work here, or an empty string."""
-        return f"backend {self.name!r} keeps nothing on disk"
-
-    def precompile(self, job: Job) -> None:
-        """Compile into a cache on disk, from which a later capture is quick, and run nothing.
-
-        Called in forked processes.
-
-        Raises:
-            NotImplementedError: see :meth:`why_no_precompile`.
-        """
-        raise NotImplementedError(self.why_no_precompile())
-
-    def prepare(self) -> None:
-        """Load once what every :meth:`precompile` needs, for forked processes to inherit."""
-        return
-
 
 @dataclass(frozen=True)
 class CaptureSpec:

@@ -65,7 +65,7 @@ class LiveProgress(PlainProgress):
 
         class SecondsColumn(ProgressColumn):
             def render(self, task: Any) -> Text:
-                return Text(f"{task.fields['before'] + (task.elapsed or 0):.0f} s")
+                return Text(f"{task.elapsed or 0:.0f} s")
 
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -80,10 +80,7 @@ class LiveProgress(PlainProgress):
 
     def __call__(self, event: BucketEvent) -> None:
         if self._task is None:
-            # `before`: seconds that workers compiled before the first event.
-            self._task = self._bar.add_task(
-                self._title, total=event.total, note="", before=event.elapsed_seconds
-            )
+            self._task = self._bar.add_task(self._title, total=event.total, note="")
             self._bar.start()
         if event.status == "started":
             self._show(event.index, f"{event.bucket}{self._last}{_rest(event)}")

@@ -58,13 +58,6 @@ class ShapeGroups:
         sizes = {a: min(n, _ANY) if a in self._axes else n for a, n in bucket.items()}
         return Bucket(**sizes)
 
-    def representatives(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Return the first bucket of each group."""
-        first: dict[Bucket, Bucket] = {}
-        for bucket in buckets:
-            first.setdefault(self.key(bucket), bucket)
-        return [*first.values()]
-
     def sizes_of(self, bucket: Bucket) -> SymbolicSizes | None:
         """Return what a bucket shares with its group; None if it is the only member.
 

@@ -47,7 +47,6 @@ def test_inputs_that_are_no_tuple_or_list_end_the_warmup_at_once(wrong, text):
         ({"order": "random"}, "order is 'random'"),
         ({"budget_seconds": -1}, "budget_seconds is -1"),
         ({"budget_bytes": -1}, "budget_bytes is -1"),
-        ({"workers": 0}, "workers is 0; expected at least 1"),
         ({"timed_runs": -1}, "timed_runs is -1"),
         ({"order": "most_used"}, "usage is not given"),
     ],
