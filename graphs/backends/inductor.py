@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphs.capture.contract import Backend, Frozen, Job
-from graphs.capture.input_overlaps import watch_written_names
+from graphs.capture.input_overlaps import named_tensors, watch_writes
 from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
 from graphs.torch_internals.compiling import (
@@ -80,7 +80,7 @@ class InductorBackend(Backend):
         if sizes is not None:
             capture = partial(sizes.capture, job.name, job.examples, job.spec.warm_runs)
             make = partial(capture, partial(self.shared, job), make)
-        written = watch_written_names(job.function, job.examples)
+        written = watch_writes(named_tensors(job.function, job.examples))
         frozen = replays.record(make) if replays else make()
         return replace(frozen, keep_alive=replays, written=written())
 

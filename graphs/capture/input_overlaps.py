@@ -7,7 +7,7 @@ that overlap would compute something else than its callable.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, combinations
 from operator import itemgetter
 from typing import Any
@@ -17,22 +17,25 @@ from torch import Tensor
 from graphs.capture.inputs import Input, byte_range, has_memory, parameter_names, ranges_overlap
 from graphs.capture.wrappers import tensors_of
 
-__all__ = ["InputOverlaps", "watch_written_names"]
+__all__ = ["InputOverlaps", "named_tensors", "watch_writes"]
 
 _MOST_KNOWN = 64
 
 
-def watch_written_names(
+def named_tensors(
     function: Callable[..., Any], inputs: Sequence[Input]
-) -> Callable[[], frozenset[str]]:
-    """Return a function that names what may have been written to in place since now.
+) -> list[tuple[str, Tensor]]:
+    """Name what a call may write to: inputs by parameter, parameters and buffers as `self.name`."""
+    names = parameter_names(function, len(inputs))
+    given = [(n, v) for n, v in zip(names, inputs, strict=True) if isinstance(v, Tensor)]
+    return given + [(f"self.{name}", tensor) for name, tensor in tensors_of(function)]
 
-    Inputs have the names of parameters; parameters and buffers of a module are `self.name`.
+
+def watch_writes(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], frozenset[str]]:
+    """Return a function that names the tensors that may have been written to since now.
+
     Inference tensors have no version counter, so they are always among them.
     """
-    names = parameter_names(function, len(inputs))
-    tensors = [(n, v) for n, v in zip(names, inputs, strict=True) if isinstance(v, Tensor)]
-    tensors += [(f"self.{name}", tensor) for name, tensor in tensors_of(function)]
     before = [(n, t, None if t.is_inference() else t._version) for n, t in tensors]
     return lambda: frozenset(n for n, t, v in before if v is None or t._version != v)
 
@@ -46,7 +49,7 @@ class InputOverlaps:
     Args:
         function: what was captured.
         examples: of the capture.
-        written: what the graph may write to, as from `watch_written_names`; None: anything.
+        written: what the graph may write to, as from `watch_writes`; None: anything.
     """
 
     def __init__(
