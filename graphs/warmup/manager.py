@@ -160,7 +160,7 @@ class WarmupManager:
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
         todo = self._capturing.previously_failed_last(waiting)
         group_key = self._capturing.groups.key
-        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, group_key)
+        schedule = Schedule(todo, self._capturing.measured, group_key)
         notify: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:

@@ -35,7 +35,7 @@ class PlainProgress:
     def __call__(self, event: BucketEvent) -> None:
         if event.status != "started":
             place = f"{self._title} {event.index + 1}/{event.total} {event.bucket}"
-            print(f"{place}: {_outcome(event)}{_rest(event)}", file=self._stream, flush=True)
+            print(f"{place}: {_result_text(event)}{_rest(event)}", file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +87,7 @@ class LiveProgress(PlainProgress):
         else:
             self._last = f" (last {event.seconds:.1f} s)"
             if event.status in ("failed", "skipped"):
-                line = f"{event.bucket}: {_outcome(event)}"
+                line = f"{event.bucket}: {_result_text(event)}"
                 self._bar.console.print(line, markup=False, highlight=False)
             done = event.index + (event.status != "interrupted")
             self._show(done, f"{self._last}{_rest(event)}".lstrip())
@@ -101,7 +101,7 @@ class LiveProgress(PlainProgress):
         self._bar.stop()
 
 
-def _outcome(event: BucketEvent) -> str:
+def _result_text(event: BucketEvent) -> str:
     if event.status == "captured":
         return f"{event.seconds:.2f} s, {event.bytes / 2**20:.1f} MiB"
     return f"{event.status}: {event.error}"
