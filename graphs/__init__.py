@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from graphs.warmup.report import BucketEvent as BucketEvent
     from graphs.warmup.report import BucketResult as BucketResult
     from graphs.warmup.report import WarmupReport as WarmupReport
+    from graphs.watch.causes import CompileEvent as CompileEvent
     from graphs.watch.compiles import CompileWatch as CompileWatch
-    from graphs.watch.events import CompileEvent as CompileEvent
     from graphs.watch.explain import BreakReport as BreakReport
     from graphs.watch.explain import explain as explain
     from graphs.watch.sentinel import no_compile as no_compile
@@ -65,7 +65,7 @@ _PLACES = {
     "warmup.progress": "progress_for",
     "warmup.report": "BucketEvent BucketResult WarmupReport",
     "watch.compiles": "CompileWatch",
-    "watch.events": "CompileEvent",
+    "watch.causes": "CompileEvent",
     "watch.explain": "BreakReport explain",
     "watch.sentinel": "no_compile",
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphs.buckets.axes import Bucket
-    from graphs.watch.events import CompileEvent
+    from graphs.watch.causes import CompileEvent
 
 __all__ = [
     "BucketFileError",

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from graphs.torch_internals.events import CompileHooks, graphs_and_breaks
-from graphs.watch.causes import CompileSite, site_of_stack
-from graphs.watch.events import CompileEvent, Kind, event_at
+from graphs.watch.causes import CompileEvent, CompileSite, Kind, event_at, site_of_stack
 
 __all__ = ["CompileWatch", "build_of"]
 

@@ -7,9 +7,8 @@ from typing import Self
 
 from graphs.errors import GraphBudgetExceeded
 from graphs.torch_internals.events import interrupts_dynamo
-from graphs.watch.causes import CompileSite
+from graphs.watch.causes import CompileEvent, CompileSite, event_at
 from graphs.watch.compiles import CompileWatch, watching
-from graphs.watch.events import CompileEvent, event_at
 
 __all__ = ["no_compile", "note_capture"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from graphs import CompileWatch
+from graphs.watch.causes import CompileEvent
 from graphs.watch.compiles import build_of
-from graphs.watch.events import CompileEvent
 
 
 def compiled(function):
