@@ -95,7 +95,7 @@ def test_each_chart_is_drawn(browser, page):
     def count(selector):
         return browser.value(f"document.querySelectorAll('{selector}').length")
 
-    assert count("figure svg") == 4
+    assert count("figure svg") == 3
     assert count("figure svg [id^=mark]") == 6  # never hit and not captured included
     assert count("figure svg [id^=mark] title") == 6
     marks = "[...document.querySelectorAll('[id^=mark] use')]"
