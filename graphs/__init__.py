@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from graphs.watch.explain import explain as explain
     from graphs.watch.sentinel import no_compile as no_compile
 
-_PLACES = {
+_MODULES = {
     "buckets.axes": "Axis Bucket",
     "buckets.file": "from_file to_file",
     "buckets.ladders": "explicit exponential linear",
@@ -70,8 +70,8 @@ _PLACES = {
     "watch.sentinel": "no_compile",
 }
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _PLACES)
-__all__ = sorted(" ".join(_PLACES.values()).split())
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__ = sorted(" ".join(_MODULES.values()).split())
 
 
 class _Package(ModuleType):

@@ -134,7 +134,7 @@ def shareable(frozen: Frozen) -> Frozen:
     """Prepare a graph of symbolic sizes from :func:`freeze` for other captures to share."""
     direct = frozen.direct
     if direct is None:
-        return replace(frozen, why_not=lambda _: "this torch keeps its guards elsewhere")
+        return replace(frozen, why_not=lambda _: "this torch stores its guards elsewhere")
     why_not = direct.why_not
     sharing: dict[str, Any] = {"why_not": lambda examples: why_not(tuple(examples))}
     return replace(frozen, direct=replace(direct, sees_sizes=False), **sharing)

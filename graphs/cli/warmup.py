@@ -103,7 +103,7 @@ def warmup(
 
 
 def _warm_up(manager: WarmupManager, target: str) -> int:
-    """Warm up; returns an exit code, also if Ctrl-C or the user's code ended it early."""
+    """Warm up; returns an exit code, also after Ctrl-C or an exit in the user's code."""
     from graphs.warmup.progress import progress_for
 
     try:

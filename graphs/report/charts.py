@@ -21,7 +21,7 @@ __all__ = ["Chart", "charts"]
 # Placeholders, replaced by CSS variables as light and dark pages differ.
 _NAMES = ("text", "muted", "grid", "card", "accent", "soft", "second", "third", "fourth", "edge")
 _COLOURS = {
-    name: f"#fe00{place:02x}" for place, name in enumerate((*_NAMES, "w0", "w1", "w2", "w3", "w4"))
+    name: f"#fe00{index:02x}" for index, name in enumerate((*_NAMES, "w0", "w1", "w2", "w3", "w4"))
 }
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -109,14 +109,14 @@ def _plane(rows: Sequence[BucketRow]) -> Chart | None:
     figure, plot = _drawing(4.2 if y else 1.6, "sizes", "sizes")
     most = max(map(_hits, at.values())) or 1
     tooltips: dict[str, str] = {}
-    for place, group in sorted(at.items(), key=lambda item: -_hits(item[1])):  # small ones on top
+    for point, group in sorted(at.items(), key=lambda item: -_hits(item[1])):  # small ones on top
         name = f"mark{len(tooltips)}"
         tooltips[name] = "\n".join(map(_tooltip, group))
         area = 40 + 460 * _hits(group) / most
-        plot.scatter(*place, area, gid=name, **_MARKS[legend_entry(group)])
-    for kind, drawn in _MARKS.items():
+        plot.scatter(*point, area, gid=name, **_MARKS[legend_entry(group)])
+    for kind, style in _MARKS.items():
         if kind in map(legend_entry, at.values()):
-            plot.scatter([], [], 60, label=kind, **drawn)
+            plot.scatter([], [], 60, label=kind, **style)
     plot.set(xlabel=x, ylabel=y)
     plot.yaxis.set_visible(bool(y))
     captured = [row for row in rows if row.is_captured]
@@ -147,9 +147,9 @@ def _step_times(rows: Sequence[BucketRow]) -> Chart | None:
     plot.plot(p50, at, "o", color=_COLOURS["accent"], label="median")
     if scale == "linear":
         plot.set_xlim(0, 1.05 * most.max())
-    for place, row in enumerate(shown):
+    for index, row in enumerate(shown):
         text = f"{number(row.step_ms['p50'])} ms, {number(row.hits)} steps"
-        plot.text(1.01, place, text, va="center", transform=plot.get_yaxis_transform())
+        plot.text(1.01, index, text, va="center", transform=plot.get_yaxis_transform())
     names = short_names(rows)
     plot.set_yticks(at, [names[row.name] for row in shown], family="monospace")
     plot.set(xlabel="milliseconds", ylim=(len(shown) - 0.5, -0.5))

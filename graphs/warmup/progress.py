@@ -34,8 +34,8 @@ class PlainProgress:
 
     def __call__(self, event: BucketEvent) -> None:
         if event.status != "started":
-            place = f"{self._title} {event.index + 1}/{event.total} {event.bucket}"
-            print(f"{place}: {_result_text(event)}{_rest(event)}", file=self._stream, flush=True)
+            head = f"{self._title} {event.index + 1}/{event.total} {event.bucket}"
+            print(f"{head}: {_result_text(event)}{_rest(event)}", file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ class ShapeGroups:
     """The shape groups of a set of buckets, and what the buckets of each share.
 
     Two buckets are in one group if they have equal sizes on all axes that are not symbolic, and
-    sizes below 2, for which torch has no symbols, in the same places.
+    sizes below 2, for which torch has no symbols, on the same axes.
 
     Args:
         name: of the callable.
@@ -96,15 +96,15 @@ def _varying_dims(
         tuple(
             dim
             for dim, size in enumerate(value.shape)
-            if size > 1 and any(size != _size(other, place, dim, value) for other in others)
+            if size > 1 and any(size != _size(other, index, dim, value) for other in others)
         )
         if isinstance(value, Tensor)
         else ()
-        for place, value in enumerate(inputs)
+        for index, value in enumerate(inputs)
     ]
 
 
-def _size(others: Sequence[Input], place: int, dim: int, like: Tensor) -> int:
-    other = others[place] if place < len(others) else None
+def _size(others: Sequence[Input], index: int, dim: int, like: Tensor) -> int:
+    other = others[index] if index < len(others) else None
     is_alike = isinstance(other, Tensor) and other.dim() == like.dim()
     return other.shape[dim] if is_alike else like.shape[dim]  # type: ignore[union-attr]

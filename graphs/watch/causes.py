@@ -93,18 +93,19 @@ class CompileEvent:
     remedy: str = ""
 
     def __str__(self) -> str:
-        place = f" ({self.file}:{self.line})" if self.file else ""
+        location = f" ({self.file}:{self.line})" if self.file else ""
         reason = f": {self.reason}" if self.reason else ""
-        return f"{self.kind} of {self.function}{place}{reason}"
+        return f"{self.kind} of {self.function}{location}{reason}"
 
 
 def event_at(kind: Kind, site: CompileSite | None) -> CompileEvent:
     """An event of the calling thread; `site` is None if unknown."""
     site = site or CompileSite("a function")
-    # The wrapper of a captured graph has the name of the graph, but its place says nothing.
-    place = ("", 0) if site.file == with_own_code.__code__.co_filename else (site.file, site.line)
+    # The wrapper of a captured graph has the name of the graph, but its file says nothing.
+    is_wrapper = site.file == with_own_code.__code__.co_filename
+    file, line = ("", 0) if is_wrapper else (site.file, site.line)
     remedy = site.remedy or _REMEDIES[kind]
-    return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident(), remedy)
+    return CompileEvent(kind, site.function, file, line, site.reason, threading.get_ident(), remedy)
 
 
 def site_of_stack() -> CompileSite | None:
@@ -171,5 +172,5 @@ def _cause(reason: str) -> tuple[str, str]:
     if not guard:
         return "", ""
     words, remedy = meaning_of(guard)
-    place = _GUARDED_AT.search(line)
-    return words + (f" (guarded at {place[1]})" if place else ""), remedy
+    location = _GUARDED_AT.search(line)
+    return words + (f" (guarded at {location[1]})" if location else ""), remedy

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 PAGES, PAGE, KV_HEADS, DIM = 300, 4, 2, 16
 CACHE = PAGES * PAGE * KV_HEADS * DIM
 STORAGE: dict[str, tuple[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
-    "two halves": ((2, PAGES, PAGE, KV_HEADS, DIM), lambda x: (x[0], x[1])),
+    "stacked": ((2, PAGES, PAGE, KV_HEADS, DIM), lambda x: (x[0], x[1])),
     "fused": ((PAGES, PAGE, 2, KV_HEADS, DIM), lambda x: (x[:, :, 0], x[:, :, 1])),
     "transposed": (
         (2, PAGES, KV_HEADS, PAGE, DIM),
@@ -132,14 +132,14 @@ def test_inductor_equals_the_reference_and_shows_its_writes(sizes: dict[str, Any
 
 def assert_equals_reference(case: Case, compiled: Any) -> None:
     before = case.bits()
-    want, want_lse = case.run(flash_attn_with_kvcache_reference)
+    expected, expected_lse = case.run(flash_attn_with_kvcache_reference)
     written = case.bits()
     case.restore(before)
     out, lse = case.run(compiled)
-    assert_close(out, want.double(), want, 1)
-    finite = want_lse.isfinite()
+    assert_close(out, expected.double(), expected, 1)
+    finite = expected_lse.isfinite()
     assert torch.equal(lse.isfinite(), finite)
-    assert torch.allclose(lse[finite], want_lse[finite], atol=1e-5)
+    assert torch.allclose(lse[finite], expected_lse[finite], atol=1e-5)
     after, right = (bits.view(case.dtype) for bits in (case.bits(), written))
     assert not torch.equal(written, before)
     assert torch.allclose(after, right, equal_nan=True, atol=1e-6)
@@ -164,17 +164,17 @@ def test_bad_numbers_fail_in_a_compiled_graph_before_anything_is_written(backend
     assert torch.equal(attention.k_cache, before)
     out, lse = compiled(*good)
     eager = module()
-    want, want_lse = eager(*good)
-    assert torch.allclose(out, want, atol=1e-6) and torch.allclose(lse, want_lse, atol=1e-6)
+    expected, expected_lse = eager(*good)
+    assert torch.allclose(out, expected, atol=1e-6) and torch.allclose(lse, expected_lse, atol=1e-6)
     assert torch.allclose(attention.k_cache, eager.k_cache, atol=1e-6)
     assert not torch.equal(attention.k_cache, before)
 
 
 def test_it_exports_and_keeps_its_assertions() -> None:
     attention, given = module(), inputs(2, 3)
-    want = module()(*given)[0]
+    expected = module()(*given)[0]
     exported = torch.export.export(attention, given[:5]).module()
-    assert torch.allclose(exported(*given[:5])[0], want, atol=1e-6)
+    assert torch.allclose(exported(*given[:5])[0], expected, atol=1e-6)
     with pytest.raises(RuntimeError, match="block_table"):
         exported(*given._replace(cache_seqlens=torch.tensor([12, 0], dtype=torch.int32))[:5])
 

@@ -33,7 +33,7 @@ CACHE = BLOCKS * SIZE * KV_HEADS * DIM
 
 
 def module(layout: str = "packed", cached: tuple[Tensor, Tensor] | None = None, **options: Any):
-    """The attention over caches of random numbers, by torch alone unless said otherwise."""
+    """The attention over caches of random numbers, with the portable kernel by default."""
     options = {"kernel": "portable", **options}
     generator = torch.Generator().manual_seed(1)
     if cached is None:
@@ -278,7 +278,7 @@ def test_the_native_kernel_is_one_op_of_a_full_graph() -> None:
 
 
 FUSED = {
-    "two halves": ("packed", (2, CACHE)),
+    "stacked": ("packed", (2, CACHE)),
     "fused": ("NHD", (BLOCKS, 2, SIZE, KV_HEADS, DIM)),
     "fused by head": ("HND", (BLOCKS, 2, KV_HEADS, SIZE, DIM)),
 }
@@ -288,7 +288,7 @@ def fused_module(kind: str) -> PagedAttention:
     """The attention over two views of one buffer."""
     layout, shape = FUSED[kind]
     buffer = torch.zeros(shape)
-    if kind == "two halves":
+    if kind == "stacked":
         own = caches(layout, BLOCKS, SIZE, KV_HEADS, DIM, torch.float32)
         return module(layout, (buffer[0].view(own[0].shape), buffer[1].view(own[1].shape)))
     return module(layout, (buffer[:, 0], buffer[:, 1]))

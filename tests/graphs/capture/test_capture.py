@@ -237,7 +237,7 @@ def test_backends_that_need_nothing_work_everywhere():
 
 
 class Recorder(Backend):
-    """A backend that never works, or that records what it is asked for."""
+    """A backend that never works, or that records its specs."""
 
     name = "recorder"
     options = None

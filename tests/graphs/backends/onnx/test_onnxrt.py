@@ -161,11 +161,11 @@ def test_a_cache_with_gaps_is_written_through():
 
 
 def test_an_empty_input_is_no_special_case():
-    def joined(x, y):
+    def concatenated(x, y):
         return torch.cat((x, y)) + 1
 
     given = torch.zeros(0, 3), torch.ones(2, 3)
-    graph = capture(joined, given, backend=BACKEND)
+    graph = capture(concatenated, given, backend=BACKEND)
     assert torch.equal(graph.run(*given), torch.full((2, 3), 2.0))
 
 
