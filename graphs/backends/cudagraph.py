@@ -1,6 +1,6 @@
 """Explicit CUDA graphs: recorded once, replayed at fixed addresses.
 
-What a user has to know:
+Rules for users:
 
 - The next replay of any graph of the same callable overwrites the outputs: use or copy them before
   (or capture with ``fresh_outputs=True``).

@@ -180,8 +180,8 @@ def capture(
 ) -> CapturedGraph:
     """Freeze a callable or `nn.Module` at the shapes of its example inputs.
 
-    The callable really runs on the examples, `warm_runs` times: what it writes in place is written.
-    The caller gives examples that do no harm (an unused cache slot). The grad mode and the
+    The callable really runs on the examples, `warm_runs` times, and its in-place writes happen:
+    pass examples that do no harm (an unused cache slot). The grad mode and the
     other :class:`~graphs.capture.settings.Settings` of this moment become part of the graph.
 
     Args:

@@ -40,7 +40,7 @@ class Backend(ABC):
     options: Mapping[str, Any] | None = MappingProxyType({})
 
     def available(self) -> str | None:
-        """None, or in one line why it cannot work here and what would make it work."""
+        """Return None, or in one line why it cannot work here, and the remedy."""
         return None
 
     @abstractmethod
@@ -53,11 +53,11 @@ class Backend(ABC):
         """
 
     def has(self, job: Job) -> bool:
-        """Whether a capture would find its graph in a store."""
+        """Return whether a capture would find its graph in a store."""
         return False
 
     def why_no_symbolic(self) -> str:
-        """Why captures cannot share a graph of symbolic sizes, or an empty string."""
+        """Return why captures cannot share a graph of symbolic sizes, or an empty string."""
         return f"backend {self.name!r} captures at fixed sizes only"
 
 

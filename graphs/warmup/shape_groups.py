@@ -18,7 +18,7 @@ _ANY = 2  # stands for every size that torch has a symbol for
 
 
 class ShapeGroups:
-    """The shape groups of a set of buckets, and what the buckets of each share.
+    """Shape groups of a set of buckets, and the symbolic sizes that each group shares.
 
     Two buckets are in one group if they have equal sizes on all axes that are not symbolic, and
     sizes below 2, for which torch has no symbols, on the same axes.
