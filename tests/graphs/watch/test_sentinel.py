@@ -1,6 +1,5 @@
 import contextlib
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -73,7 +72,7 @@ def one_more_thread():
 bfloat16, on_meta = partial(torch.autocast, "cpu"), partial(torch.device, "meta")
 float64 = partial(changed, torch.set_default_dtype, torch.float64, torch.float32)
 deterministic = partial(changed, torch.use_deterministic_algorithms, True, False)
-seven = partial(changed, partial(setattr, sys.modules[__name__], "FACTOR"), 7, 2)
+seven = partial(changed, partial(globals().__setitem__, "FACTOR"), 7, 2)
 
 
 def of_inference_mode():
