@@ -258,7 +258,6 @@ class RunOptions(SamplingOptions, ServingOptions):
     )
     no_store: bool = option(_ENGINE, False, "Compile all graphs, and store none.", "--no-store")
     threads: int | None = _THREADS
-    warmup_workers: int = setting("warmup_workers", metavar="N")
     warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
     defrag_waste: float | None = setting("defrag_waste", metavar="SHARE")
     buckets: Path | None = setting("buckets", metavar="FILE")

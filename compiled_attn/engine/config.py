@@ -141,12 +141,6 @@ class EngineConfig:
         "Also count what other threads compile, build and capture during a step; by default other "
         "engines may warm up meanwhile.",
     )
-    warmup_workers: int = setting(
-        1,
-        "Processes that compile, this one included. More than one are forks, for 'inductor' only; "
-        "they shorten the cold start of models of many layers.",
-        least=1,
-    )
     warmup_journal: str | Path | None = setting(
         None, "File that records the result of each graph; a killed warmup continues from it."
     )

@@ -98,7 +98,6 @@ class LocalExecutor:
             sizing.buckets,
             self._steps.padding,
             backend=spec,
-            workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.layout.symbolic,
             journal=config.warmup_journal,
             timed_runs=timed_runs,

@@ -21,7 +21,7 @@ from compiled_attn.ranks.group import Ranks
 
 __all__ = ["engine_on"]
 
-_PER_RANK = "num_blocks", "backend", "buckets", "warmup_workers", "warmup_journal", "prefix_key"
+_PER_RANK = "num_blocks", "backend", "buckets", "warmup_journal", "prefix_key"
 _SAMPLE = 1 << 16  # bytes of each weight that are compared
 
 

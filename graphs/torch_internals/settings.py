@@ -13,7 +13,6 @@ __all__ = [
     "settings_digests",
     "settings_snapshot",
     "unlimited_recompiles",
-    "use_one_compile_thread",
 ]
 
 
@@ -39,11 +38,6 @@ def settings_snapshot() -> Iterator[tuple[str, Any]]:
 def has_cudagraphs() -> bool:
     """Whether inductor records CUDA graphs itself."""
     return bool(torch._inductor.config.triton.cudagraphs)
-
-
-def use_one_compile_thread() -> None:
-    """Let inductor compile in this process, without subprocesses."""
-    torch._inductor.config.compile_threads = 1
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:

@@ -127,7 +127,6 @@ def test_a_missing_compiler_is_refused_with_the_remedy(command, monkeypatch):
         (["--trace", "x.csv", "--demand", "chat"], ["--trace and --demand"]),
         (["--store", "x", "--no-store"], ["--store and --no-store"]),
         (["--store", "/dev/null"], ["/dev/null"]),
-        (["--warmup-workers", "0"], ["warmup_workers >= 1, got 0"]),
         (["--warmup-journal", "/dev/null/journal"], ["/dev/null"]),
         (["--colour"], ["--colour"]),
         (["surplus"], ["surplus"]),

@@ -262,7 +262,6 @@ def test_a_run_shows_how_many_graphs_came_from_the_store(command, small, monkeyp
 @pytest.mark.slow
 def test_a_second_start_loads_every_graph_and_serves_the_same_tokens(command, small, tmp_path):
     path, job = tmp_path / "result.json", [*small[:6], "inductor", *small[7:-1], 2]
-    job += ["--warmup-workers", 2]
     results = []
     for _ in range(2):
         outcome = command(*job, "--check", 2, "--json", path)

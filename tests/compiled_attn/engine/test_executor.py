@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -52,12 +50,3 @@ def test_where_nothing_can_be_captured_the_error_is_of_the_steps(strict):
 def test_what_is_neither_model_nor_executor_is_refused_in_one_line(wrong):
     with pytest.raises(TypeError, match=r"expected a causal language model .*load_model$"):
         Engine(wrong)
-
-
-def test_workers_are_forked_only_if_asked_for():
-    model = tiny_model(num_hidden_layers=12)
-    config = EngineConfig(16, 4, block_size=4, num_blocks=20, backend="eager", max_graphs=3)
-    assert LocalExecutor(model, config).graphs._capturing.workers == 1
-    config = replace(config, warmup_workers=3)
-    model = tiny_model(num_hidden_layers=12)
-    assert LocalExecutor(model, config).graphs._capturing.workers == 3
