@@ -152,14 +152,14 @@ class Assignment:
     def shrink(self) -> None:
         """Shrink each bucket to the needs that it serves, and drop unused ones."""
         while True:
-            served = np.zeros_like(self.buckets)
-            np.maximum.at(served, self.which, self.corners)
-            served[0] = self.buckets[0]
+            needed = np.zeros_like(self.buckets)
+            np.maximum.at(needed, self.which, self.corners)
+            needed[0] = self.buckets[0]
             used = np.bincount(self.which, minlength=len(self.buckets)) > 0
             used[0] = True
-            if used.all() and (served == self.buckets).all():
+            if used.all() and (needed == self.buckets).all():
                 return
-            self._set(served[used])
+            self._set(needed[used])
 
 
 def _two_least(prices: Floats) -> tuple[Floats, Floats]:

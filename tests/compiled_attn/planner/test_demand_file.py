@@ -69,7 +69,7 @@ def test_a_plan_is_the_same_after_its_demand_and_its_buckets_went_through_files(
         ('{"a": 99999999999999999999}\n', ""),
     ],
 )
-def test_a_bad_file_is_told_with_its_line(tmp_path, text, message):
+def test_a_bad_file_is_refused_with_its_line(tmp_path, text, message):
     path = tmp_path / "demand"
     path.write_text(text)
     with pytest.raises(DemandFileError) as caught:
@@ -77,7 +77,7 @@ def test_a_bad_file_is_told_with_its_line(tmp_path, text, message):
     assert str(caught.value).startswith(str(path)) and message in str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path):
+def test_a_missing_or_binary_file_is_refused(tmp_path):
     with pytest.raises(DemandFileError, match="none: not readable as a demand"):
         read_demand(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
@@ -100,7 +100,7 @@ def test_an_axis_may_be_called_count_where_its_sizes_stand_in_need(tmp_path):
     ],
     ids=["deep", "large", "long", "axes"],
 )
-def test_a_line_that_nothing_holds_is_told_with_its_number_in_a_short_one(tmp_path, line, reason):
+def test_an_oversized_line_is_refused_with_its_number_in_a_short_message(tmp_path, line, reason):
     (tmp_path / "demand").write_text(f'{{"a": 1}}\n{line}\n')
     with pytest.raises(DemandFileError, match="demand:2: ") as caught:
         read_demand(tmp_path / "demand")

@@ -39,7 +39,7 @@ def planned(request):
     return request.param, plans, known.write(plans)
 
 
-def test_a_plan_of_each_format_keeps_to_its_graphs_and_holds_the_second_half(planned):
+def test_a_plan_of_each_format_is_within_its_graphs_and_misses_nothing(planned):
     _, plans, _ = planned
     for each in plans.values():
         assert len(each.report.space) <= 8

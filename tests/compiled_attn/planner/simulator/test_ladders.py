@@ -39,7 +39,7 @@ def test_every_simulated_need_is_legal_and_within_the_axes(name):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("most", [1, 20])
-def test_ladders_of_a_size_hold_every_need_and_keep_to_it(name, most):
+def test_ladders_are_within_their_size_and_miss_no_need(name, most):
     steps = step_kind(name, ENGINE, CONTEXT)
     for label, space in ladders_within(steps, most).items():
         assert len(space) <= most and len(space) >= most * 0.6 and space.names == steps.names, label
