@@ -13,7 +13,11 @@ from compiled_attn.planner.pick import PickOrder, dominates
 from compiled_attn.planner.problem import Problem
 from compiled_attn.planner.region import Region
 
-__all__ = ["fit", "prune"]
+__all__ = ["adapt", "fit"]
+
+_CANDIDATES = 512
+_ROUNDS = 3
+_MIN_GAIN = 1e-4  # of the cost
 
 
 def fit(problem: Problem, region: Region, count: int, rho: float | None) -> Points:
@@ -58,20 +62,49 @@ def _fill(problem: Problem, buckets: Points, count: int) -> Points:
     return np.asarray(np.unique(assignment.buckets, axis=0))
 
 
-def prune(problem: Problem, buckets: Points, order: PickOrder) -> Points:
-    """Remove each bucket that takes needs away from a cheaper one under an engine's order."""
-    buckets = buckets[np.argsort(order(buckets, problem.cost), kind="stable")]
-    is_top = (buckets == problem.top).all(axis=1)
-    costs, fits = problem.cost(buckets), dominates(buckets, problem.cells.corners)
-    stays = np.ones(len(buckets), np.bool_)
+def adapt(problem: Problem, buckets: Points, order: PickOrder, count: int) -> Points:
+    """Return buckets for an engine that picks in another order than by cost.
 
-    def paid(stays: NDArray[np.bool_]) -> float:
-        first = (fits & stays[:, None]).argmax(axis=0)
-        return float(costs[first] @ problem.cells.weights)
+    There more buckets can serve worse. Removes each bucket that takes needs away from a cheaper
+    one, and adds what saves under the engine's order, up to ``count``.
+    """
+    corners, weights = problem.cells.corners, problem.cells.weights
+    for _ in range(_ROUNDS):
+        found = np.unique(np.concatenate([buckets, _promising(problem, buckets)]), axis=0)
+        found = found[np.argsort(order(found, problem.cost), kind="stable")]
+        costs, fits = problem.cost(found), dominates(found, corners)
+        numbers, is_top = np.arange(len(found)), (found == problem.top).all(axis=1)
+        chosen = (found[:, None] == buckets).all(axis=2).any(axis=1)
 
-    while True:
-        trials = [at for at in np.flatnonzero(stays & ~is_top)]
-        after = [paid(stays & (np.arange(len(stays)) != at)) for at in trials]
-        if not trials or min(after) > paid(stays):
-            return np.asarray(buckets[stays])
-        stays[trials[int(np.argmin(after))]] = False
+        def first(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+            at = np.flatnonzero(chosen)
+            return np.asarray(at[fits[at].argmax(axis=0)])  # noqa: B023
+
+        def paid(chosen: NDArray[np.bool_]) -> float:
+            return float(costs[first(chosen)] @ weights)  # noqa: B023
+
+        before = paid(chosen)
+        while len(trials := np.flatnonzero(chosen & ~is_top)):
+            after = [paid(chosen & (numbers != at)) for at in trials]
+            if min(after) > paid(chosen):
+                break
+            chosen[trials[int(np.argmin(after))]] = False
+        while chosen.sum() < count:
+            now = first(chosen)
+            taken = fits & (numbers[:, None] < now)
+            changes = np.where(taken, costs[:, None] - costs[now], 0.0) @ weights
+            if changes.min() > -_MIN_GAIN * paid(chosen):
+                break
+            chosen[int(changes.argmin())] = True
+        buckets = found[chosen]
+        if before - paid(chosen) <= _MIN_GAIN * before:
+            break
+    return buckets
+
+
+def _promising(problem: Problem, buckets: Points) -> Points:
+    """The candidates that would save most if the engine picked by cost."""
+    assignment = start(problem, buckets[(buckets < problem.top).any(axis=1)])
+    gains = assignment.gains(problem.candidates, problem.cost(problem.candidates))
+    best = np.argsort(-gains, kind="stable")[:_CANDIDATES]
+    return problem.candidates[best[gains[best] > 0]]

@@ -11,7 +11,7 @@ import numpy as np
 
 from compiled_attn.planner.cost import CostModel
 from compiled_attn.planner.demand import Demand, Floats, Points
-from compiled_attn.planner.fit import fit, prune
+from compiled_attn.planner.fit import adapt, fit
 from compiled_attn.planner.judge import PlanReport, judge
 from compiled_attn.planner.pick import PickOrder, by_cost
 from compiled_attn.planner.problem import Problem, check_needs
@@ -117,7 +117,7 @@ def plan(
 
     def choose(count: int) -> Points:
         buckets = fit(problem, region, count, rho)
-        return buckets if order is by_cost else prune(problem, buckets, order)
+        return buckets if order is by_cost else adapt(problem, buckets, order, count)
 
     def is_affordable(points: Points) -> bool:
         if len(points) > (limits.graphs or _MOST_GRAPHS):
