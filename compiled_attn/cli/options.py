@@ -291,18 +291,6 @@ class PlanOptions(ServingOptions):
     requests: int | None = option(
         _DEMAND, None, "Requests to read; by default all.", metavar="N", min=1
     )
-    metrics: Path | None = option(
-        _DEMAND,
-        None,
-        "With --format: what vLLM's /metrics gave, instead of a trace.",
-        metavar="FILE",
-    )
-    request_log: Path | None = option(
-        _DEMAND,
-        None,
-        "With --format: vLLM's log at DEBUG with --enable-log-requests, instead of a trace.",
-        metavar="FILE",
-    )
     format: str | None = option(
         _RESULT,
         None,

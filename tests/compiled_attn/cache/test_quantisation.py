@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, encode, largest, quantise
-from tests.oracle import LARGEST, keep
+from tests.oracle import LARGEST, store
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,7 +57,7 @@ def test_codes_are_the_nearest_and_the_largest_element_has_the_largest(dtype, se
 def test_the_library_stores_what_the_oracle_stores(dtype):
     rows = _rows(1, torch.float32, 1.0)
     codes, scale = quantise(rows, dtype)
-    stored, scales, read = keep(rows, dtype)
+    stored, scales, read = store(rows, dtype)
     assert torch.equal(codes.view(torch.uint8), stored.view(torch.uint8))
     assert torch.equal(scale, scales) and torch.equal(dequantise(codes, scale), read)
 

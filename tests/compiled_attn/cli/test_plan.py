@@ -28,7 +28,6 @@ SMALL = [
     "8",
 ]
 STRATEGIES = [
-    "linear",
     "exponential",
     "padding-aware",
     "unified ladder",
@@ -111,7 +110,7 @@ def test_needs_recorded_with_the_native_kernel_are_planned_over_its_axes(
     options = [model_dir, *SMALL[2:], "--demand", recorded, "--max-graphs", 6]
     code, text, err = command("plan", *options, "--out", out)
     assert code == 0, err
-    assert {"linear", "engine's default", "fitted plan"} <= set(_table(text))
+    assert {"exponential", "engine's default", "fitted plan"} <= set(_table(text))
     space = from_file(out)
     assert set(space.names) == {"tokens", "requests"} and len(space) <= 6
     assert space.pick(tokens=32, requests=4).sizes == (32, 4)

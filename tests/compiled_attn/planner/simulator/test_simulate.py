@@ -172,7 +172,7 @@ def test_the_same_arrivals_give_the_same_needs():
     ("options", "message"),
     [
         ({"arrivals": []}, "expected at least one arrival, got none"),
-        ({"speed": 0.0}, "expected speed above 0 or None, got 0.0: 1 keeps"),
+        ({"speed": 0.0}, "expected speed above 0 or None, got 0.0: 1 uses"),
         ({"speed": float("nan")}, "expected speed above 0 or None, got nan"),
         ({"concurrency": 0}, "expected concurrency >= 1 or None, got 0: "),
         (
