@@ -148,5 +148,5 @@ wheel: $(WHEEL_VENV)/.installed
 $(WHEEL_VENV)/.installed:
 	@$(PYTHON) -m venv $(WHEEL_VENV)
 	@echo "installing torch 2.11 into $(WHEEL_VENV)"
-	@$(WHEEL_VENV)/bin/python -m pip install -qq --extra-index-url $(TORCH_INDEX) "torch==2.11.*" "numpy>=1.26" "setuptools>=77"
+	@$(WHEEL_VENV)/bin/python -m pip install -qq --retries 1 --extra-index-url $(TORCH_INDEX) "torch==2.11.*" "numpy>=1.26" "setuptools>=77"
 	@touch $@

@@ -241,8 +241,12 @@ class FreeCopies:
     def move(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies nothing."""
 
-    def swap(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Exchanges nothing."""
+    def take(self, blocks: list[int]) -> list[Any]:
+        """Returns nothing."""
+        return []
+
+    def put(self, blocks: list[int], contents: list[Any]) -> None:
+        """Writes nothing."""
 
 
 class Spread(NamedTuple):

@@ -2,8 +2,8 @@
 
     python benchmarks/swap.py [--threads 1] [--layers 8] [--blocks 1024] [--backend inductor]
 
-One process, interleaved, medians. An exchange saves one side outside of the cache until the other
-has moved in a graph; a move is one graph. Bytes
+One process, interleaved, medians. `swap` is one graph; `buffered` is an exchange as the
+defragmenter does it, with one side stored outside of the cache until the other is written. Bytes
 read and written: an exchange of P pairs reads and writes 2 P blocks, a move P blocks, `copy_` as
 many bytes from one dense tensor to another. Caches are cold: pairs are random in every round, and
 `copy_` uses the next part of two tensors as large as the cache. Times are those of the public
@@ -13,6 +13,7 @@ calls, including checks of the pairs.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -32,7 +33,7 @@ CASES = (
     (128, 8, 128, torch.float8_e4m3fn),
 )
 PADS = (16, 64, 256)
-METHODS = ("swap", "move")
+METHODS = ("swap", "buffered", "move")
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -50,13 +51,21 @@ def plain(nbytes: int, size: int) -> Iterator[Callable[[], object]]:
         yield lambda at=at: target[at].copy_(source[at])
 
 
+def buffered(swap: BlockSwap, pairs: list[tuple[int, int]]) -> None:
+    """Exchanges as `OnlineDefragmenter` does."""
+    sources, destinations = (list(blocks) for blocks in zip(*pairs, strict=True))
+    contents = swap.take(destinations)
+    swap.move(pairs)
+    swap.put(sources, contents)
+
+
 def measure(swap: BlockSwap, pairs: int, rounds: int) -> dict[str, float]:
-    """Bytes per second of each method; the first round is not counted."""
+    """Bytes per second of each form; the first round is not counted."""
     moved = pairs * swap.bytes_per_block
-    nbytes = {"swap": 2 * moved, "move": moved}
+    nbytes = {"swap": 2 * moved, "buffered": 2 * moved, "move": moved}
     size = swap.num_blocks * swap.bytes_per_block
     copies = {name: plain(count, size) for name, count in nbytes.items()}
-    calls = {"swap": swap.swap, "move": swap.move}
+    calls = {"swap": swap.swap, "buffered": functools.partial(buffered, swap), "move": swap.move}
     seconds: dict[str, list[float]] = {}
     rng = np.random.default_rng(0)
     for _ in range(rounds + 1):

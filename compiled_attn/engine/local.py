@@ -113,6 +113,7 @@ class LocalExecutor:
             pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
             backend="eager" if on_cpu else self._store.backend,
             strict=config.strict,
+            exchanges=False,
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self._plan_notes: Mapping[str, str] = {}

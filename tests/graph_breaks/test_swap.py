@@ -38,18 +38,21 @@ def lists(pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
     return places[:pairs].clone(), places[pairs : 2 * pairs].clone()
 
 
-def test_two_pad_sizes_are_exactly_two_full_graphs():
+@pytest.mark.parametrize("name", ["forward", "overwrite"])
+def test_two_pad_sizes_are_exactly_two_full_graphs(name):
     swap, _ = a_swap()
     counter = CompileCounter()
-    compiled = torch.compile(swap, backend=counter, fullgraph=True, dynamic=False)
+    function = getattr(swap, name)
+    compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=False)
     for pairs in (8, 16, 8, 16):
         compiled(*lists(pairs))
     assert counter.frame_count == 2
 
 
-def test_only_the_writes_of_a_functional_graph_have_the_size_of_the_cache():
+@pytest.mark.parametrize(("name", "writes"), [("forward", 2), ("overwrite", 1)])
+def test_only_the_writes_of_a_functional_graph_have_the_size_of_the_cache(name, writes):
     swap, cache = a_swap()
-    graph = aot_graph(swap.forward, *lists(), keep_inference_input_mutations=True)
+    graph = aot_graph(getattr(swap, name), *lists(), keep_inference_input_mutations=True)
     sized = Counter(
         str(node.target)
         for node in graph.graph.nodes
@@ -58,24 +61,28 @@ def test_only_the_writes_of_a_functional_graph_have_the_size_of_the_cache():
         and node.meta["val"].numel() % BLOCKS == 0
     )
     tensors = len(list(cache.buffers()))
-    assert sized == {"aten.index_copy.default": tensors, "aten.copy_.default": tensors}
+    assert sized == {"aten.index_copy.default": writes * tensors, "aten.copy_.default": tensors}
 
 
-def test_inductor_moves_blocks_without_a_buffer(one_thread):
+def test_inductor_makes_buffers_of_the_pad_size_to_exchange_and_none_to_move(one_thread):
     swap, cache = a_swap(pad_sizes=(PAIRS,), backend="inductor")
     before = [tensor.clone().unflatten(0, (BLOCKS, SIZE)) for tensor in cache.buffers()]
     report, codes = run_and_get_code(swap.warmup)
-    assert report.compiles == len(codes) == 1
-    # No destination is a source, so blocks go straight from place to place.
-    assert made(codes[0]) == []
-    loops = loop_ends(codes[0])
-    assert set(loops) >= {PAIRS, WORDS}
-    assert not [size for size in loops if size >= BLOCKS]
-    assert "copy_(" not in codes[0].replace("index_copy_", "")
+    assert report.compiles == len(codes) == 2
+    # One side of an exchange is gathered for each tensor. A move needs nothing: no destination is a
+    # source, so blocks go straight from place to place.
+    assert [made(code) for code in codes] == [[(PAIRS, WORDS)] * 4, []]
+    for code in codes:
+        loops = loop_ends(code)
+        assert set(loops) >= {PAIRS, WORDS}
+        assert not [size for size in loops if size >= BLOCKS]
+        assert "copy_(" not in code.replace("index_copy_", "")
     sources, destinations = (places.tolist() for places in lists())
-    swap.move(list(zip(sources, destinations, strict=True)))
+    swap.swap(list(zip(sources, destinations, strict=True)))
     for tensor, old in zip(cache.buffers(), before, strict=True):
-        assert torch.equal(tensor.unflatten(0, (BLOCKS, SIZE))[destinations], old[sources])
+        new = tensor.unflatten(0, (BLOCKS, SIZE))
+        assert torch.equal(new[sources], old[destinations])
+        assert torch.equal(new[destinations], old[sources])
 
 
 def made(code: str) -> list[tuple[int, ...]]:
@@ -87,9 +94,23 @@ def made(code: str) -> list[tuple[int, ...]]:
 
 
 class TestSnapshot(expecttest.TestCase):
+    def test_operations_of_an_exchange(self) -> None:
+        self.assertExpectedInline(
+            captured(a_swap(layers=1)[0]),
+            """\
+index_select int64[8, 64]
+index_select int64[8, 64]
+index_copy_ int64[331, 64]
+index_copy_ int64[331, 64]
+index_select int64[8, 64]
+index_select int64[8, 64]
+index_copy_ int64[331, 64]
+index_copy_ int64[331, 64]""",
+        )
+
     def test_operations_of_a_move(self) -> None:
         self.assertExpectedInline(
-            captured(a_swap(layers=1)[0].forward),
+            captured(a_swap(layers=1)[0].overwrite),
             """\
 index_select int64[8, 64]
 index_copy_ int64[331, 64]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.pool import BlockPool
@@ -31,11 +35,16 @@ class BlockCopies(Protocol):
     def bytes_per_block(self) -> int:
         """Bytes of a block in all tensors together."""
 
-    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def move(self, pairs: NDArray[np.integer[Any]] | Sequence[tuple[int, int]]) -> None:
         """Copies blocks from sources to destinations."""
 
-    def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Exchanges the blocks of all pairs, or of none if it fails."""
+    def take(self, blocks: Sequence[int] | NDArray[np.integer[Any]]) -> list[Tensor]:
+        """Returns a copy of blocks."""
+
+    def put(
+        self, blocks: Sequence[int] | NDArray[np.integer[Any]], contents: Sequence[Tensor]
+    ) -> None:
+        """Writes the result of `take` to as many blocks."""
 
 
 class Move(NamedTuple):
@@ -83,6 +92,15 @@ class DefragTotals:
     moves: int = 0
     swaps: int = 0
     bytes: int = 0
+
+    def plus(self, report: DefragReport) -> DefragTotals:
+        """Returns the totals including another call."""
+        return DefragTotals(
+            self.calls + 1,
+            self.moves + report.moves,
+            self.swaps + report.swaps,
+            self.bytes + report.bytes,
+        )
 
 
 class OnlineDefragmenter:
@@ -179,23 +197,28 @@ class OnlineDefragmenter:
         moves, before = self.plan(), self.blocks.highest_used
         if not moves:
             return DefragReport(0, 0, 0, before, before)
+        pairs = [move[:2] for move in moves]
         exchanged = [move[:2] for move in moves if move.is_swap]
-        self._swap.swap(exchanged)
+        destinations = [destination for _, destination in exchanged]
+        contents = self._swap.take(destinations) if exchanged else []
+        is_moved = False
         try:
-            self._swap.move([move[:2] for move in moves if not move.is_swap])
-            self.blocks.exchange([move[:2] for move in moves])
+            self._swap.move(pairs)
+            is_moved = True
+            if exchanged:
+                self._swap.put([source for source, _ in exchanged], contents)
+            self.blocks.exchange(pairs)
         except BaseException:
-            self._swap.swap(exchanged)  # its own inverse
+            if exchanged and is_moved:
+                self._swap.move([(destination, source) for source, destination in exchanged])
+            if exchanged:
+                self._swap.put(destinations, contents)
             raise
-        swaps, size, totals = len(exchanged), self._swap.bytes_per_block, self.totals
-        written = (len(moves) + swaps) * size
-        self.totals = DefragTotals(
-            totals.calls + 1,
-            totals.moves + len(moves),
-            totals.swaps + swaps,
-            totals.bytes + written,
-        )
-        return DefragReport(len(moves), swaps, written, before, self.blocks.highest_used)
+        written = sum(move.written_blocks for move in moves) * self._swap.bytes_per_block
+        swaps, after = sum(move.is_swap for move in moves), self.blocks.highest_used
+        report = DefragReport(len(moves), swaps, written, before, after)
+        self.totals = self.totals.plus(report)
+        return report
 
     def __repr__(self) -> str:
         return (

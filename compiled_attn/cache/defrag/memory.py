@@ -6,9 +6,8 @@ and needs no kernel of that dtype.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.utils.dlpack
@@ -43,18 +42,101 @@ class CacheMemory:
         tensors = self._tensors()
         self.device = _common_device(tensors)
         self.num_blocks = _num_blocks(buffers, tensors[0], num_blocks)
-        rows = self.rows()
-        _check_disjoint(rows)
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self.bytes_per_block = sum(each[0].nbytes for each in rows)
+        self._extents = [extent_of(tensor, self.num_blocks) for tensor in tensors]
+        check_disjoint(self._extents)
+        self.addresses = [extent.address for extent in self._extents]
+        self.bytes_per_block = sum(extent.size for extent in self._extents)
 
     def rows(self) -> list[Tensor]:
         """Each tensor as rows of integers ``[num_blocks, words]``."""
-        return [_block_rows(tensor, self.num_blocks) for tensor in self._tensors()]
+        pairs = zip(self._tensors(), self._extents, strict=True)
+        return [block_rows(tensor, extent) for tensor, extent in pairs]
 
     def has_moved(self) -> bool:
         """Whether the tensors were moved, cast or replaced since this was created."""
         return [tensor.data_ptr() for tensor in self._tensors()] != self.addresses
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Block ``b`` of a tensor is the bytes ``address + b * stride + [0, size)``."""
+
+    address: int
+    num_blocks: int
+    stride: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """Address after the last byte."""
+        return self.address + (self.num_blocks - 1) * self.stride + self.size
+
+    def overlaps(self, other: Extent) -> bool:
+        """Whether a byte belongs to both, or (if strides differ) may do so."""
+        if self.end <= other.address or other.end <= self.address:
+            return False
+        if self.stride != other.stride:
+            return True
+        ahead = (other.address - self.address) % self.stride
+        return ahead < self.size or ahead + other.size > self.stride
+
+
+def extent_of(tensor: Tensor, num_blocks: int) -> Extent:
+    """Returns the extent of a tensor whose first axis is blocks, or flat slots of all blocks.
+
+    Raises:
+        ValueError: axis 0 is not a multiple of ``num_blocks``, or a block is not contiguous.
+    """
+    slots = tensor.shape[0] if tensor.dim() else 0
+    if not tensor.numel() or slots % num_blocks:
+        raise ValueError(
+            f"expected axis 0 to be {num_blocks} blocks or a multiple in slots, got a cache of "
+            f"shape {list(tensor.shape)}: check num_blocks"
+        )
+    stride = slots // num_blocks * tensor.stride(0)
+    inside = [(tensor.stride(0), slots // num_blocks)]
+    inside += zip(tensor.stride()[1:], tensor.shape[1:], strict=True)
+    size = 1
+    for step, length in sorted(pair for pair in inside if pair[1] > 1):
+        if step != size:
+            break
+        size *= length
+    if size * num_blocks != tensor.numel() or (num_blocks > 1 and stride < size):
+        raise ValueError(
+            f"expected every block to be contiguous, got shape {list(tensor.shape)} with "
+            f"strides {list(tensor.stride())}: keep blocks on axis 0 of a dense tensor"
+        )
+    item = tensor.element_size()
+    return Extent(tensor.data_ptr(), num_blocks, stride * item, size * item)
+
+
+def check_disjoint(extents: Sequence[Extent]) -> None:
+    """Raises ``ValueError`` if two caches share memory: it would be exchanged twice."""
+    for number, extent in enumerate(extents):
+        for earlier, other in enumerate(extents[:number]):
+            if extent.overlaps(other):
+                raise ValueError(
+                    f"expected caches with memory of their own, got {earlier} and {number}, which "
+                    "share some: pass each once, or the tensor that holds both"
+                )
+
+
+def block_rows(tensor: Tensor, extent: Extent) -> Tensor:
+    """Views the memory as integers ``[num_blocks, size // width]``, of the widest dtype that fits.
+
+    Autograd and compilers don't know that it is a view: a compiled graph that writes to a known
+    view copies its base.
+    """
+    numbers = (extent.address, extent.stride, extent.size)
+    word = next(dtype for dtype in _WORDS if not any(n % dtype.itemsize for n in numbers))
+    width = word.itemsize
+    offset = extent.address - tensor.untyped_storage().data_ptr()
+    if offset % width:
+        word, width = torch.uint8, 1
+    rows = torch.empty(0, dtype=word, device=tensor.device)
+    shape = (extent.num_blocks, extent.size // width)
+    rows.set_(tensor.untyped_storage(), offset // width, shape, (extent.stride // width, 1))
+    return alias(rows)
 
 
 def alias(rows: Tensor) -> Tensor:
@@ -64,61 +146,6 @@ def alias(rows: Tensor) -> Tensor:
     except (BufferError, RuntimeError, TypeError, ValueError):  # DLPack does not support the device
         return rows
     return other if other.data_ptr() == rows.data_ptr() else rows
-
-
-def _block_rows(tensor: Tensor, num_blocks: int) -> Tensor:
-    """Views memory as integers ``[num_blocks, words]``, of the widest dtype that fits.
-
-    Autograd and compilers don't know that it is a view: a compiled graph that writes to a known
-    view copies its base.
-    """
-    if not tensor.dim() or not tensor.numel() or tensor.shape[0] % num_blocks:
-        raise ValueError(
-            f"expected axis 0 to be {num_blocks} blocks or a multiple in slots, got a cache of "
-            f"shape {list(tensor.shape)}: check num_blocks"
-        )
-    blocks = tensor.detach().unflatten(0, (num_blocks, -1))
-    inside = sorted(range(1, blocks.dim()), key=blocks.stride, reverse=True)
-    rows = None
-    with contextlib.suppress(RuntimeError):  # a block is in several pieces
-        rows = blocks.permute(0, *inside).view(num_blocks, -1)
-    if rows is None or (num_blocks > 1 and rows.stride(0) < rows.shape[1]):
-        raise ValueError(
-            f"expected every block to be contiguous, got shape {list(tensor.shape)} with "
-            f"strides {list(tensor.stride())}: keep blocks on axis 0 of a dense tensor"
-        )
-    for word in _WORDS:
-        with contextlib.suppress(RuntimeError):  # too wide for its size, stride or offset
-            rows = rows.view(word)
-            break
-    return alias(torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows))
-
-
-def _check_disjoint(rows: Sequence[Tensor]) -> None:
-    extents = [(each.data_ptr(), each.stride(0) * each.itemsize, each[0].nbytes) for each in rows]
-    blocks = len(rows[0])
-    for (i, first), (j, second) in itertools.combinations(enumerate(extents), 2):
-        if _overlap(first, second, blocks):
-            raise ValueError(
-                f"expected caches with memory of their own, got {i} and {j}, which "
-                "share some: pass each once, or the tensor that holds both"
-            )
-
-
-def _overlap(first: tuple[int, int, int], second: tuple[int, int, int], blocks: int) -> bool:
-    """Whether a byte belongs to both, or (if strides differ) may do so.
-
-    Block ``b`` of an extent ``(address, stride, size)`` is the bytes
-    ``address + b * stride + [0, size)``.
-    """
-    (address, stride, size), (other, other_stride, other_size) = first, second
-    if (
-        address + (blocks - 1) * stride + size <= other
-        or other + (blocks - 1) * other_stride + other_size <= address
-    ):
-        return False
-    ahead = (other - address) % stride
-    return stride != other_stride or ahead < size or ahead + other_size > stride
 
 
 def _source_of(buffers: PagedKVCache | Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:

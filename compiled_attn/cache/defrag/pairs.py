@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,16 +14,17 @@ from compiled_attn.arguments import whole
 from graphs import Bucket, BucketEvent, CaptureError, WarmupManager, WarmupReport, explicit
 from graphs.capture.contract import Backend
 
-__all__ = ["PaddedMoves", "Pairs", "move_pairs", "swap_pairs"]
+__all__ = ["PaddedPairs", "Pairs", "distinct_blocks", "move_pairs", "swap_pairs"]
 
 Pairs: TypeAlias = "Iterable[tuple[int, int]] | NDArray[np.integer]"
 
 
-class PaddedMoves:
+class PaddedPairs:
     """Pads pairs of blocks with ``(0, 0)`` to a pad size and runs the graph captured for it.
 
     Args:
         function: takes ``sources [P]`` and ``destinations [P]`` int64.
+        axis: name of the lists in buckets, errors and reports.
         pad_sizes: lengths P to capture, each at least 1.
         device: device of the lists.
         backend, options: see `graphs.WarmupManager`.
@@ -33,6 +34,7 @@ class PaddedMoves:
     def __init__(
         self,
         function: Callable[[Tensor, Tensor], None],
+        axis: str,
         *,
         pad_sizes: Iterable[int],
         device: torch.device,
@@ -43,13 +45,14 @@ class PaddedMoves:
         sizes = [whole("pad size", size, 1) for size in pad_sizes]
         self._graphs = WarmupManager(
             function,
-            explicit(["moves"], sizes),
+            explicit([axis], sizes),
             self._padding,
             backend=backend,
             strict=strict,
-            name="moves",
+            name=axis,
             **options,
         )
+        self._axis = axis
         self._device = device
         self._strict = strict
         self._largest = 0
@@ -59,8 +62,8 @@ class PaddedMoves:
         report = self._graphs.warmup(progress)
         missing = [*report.failed, *report.skipped]
         if missing and (self._strict or not report.captured):
-            raise CaptureError(f"moves[{missing[0].bucket}]", missing[0].error)
-        self._largest = max(result.bucket["moves"] for result in report.captured)
+            raise CaptureError(f"{self._axis}[{missing[0].bucket}]", missing[0].error)
+        self._largest = max(result.bucket[self._axis] for result in report.captured)
         return report
 
     @property
@@ -73,14 +76,16 @@ class PaddedMoves:
         """Whether graphs are captured."""
         return self._largest > 0
 
+    def split(self, pairs: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Splits pairs ``[N, 2]`` into parts that fit the largest captured pad size."""
+        return [pairs[at : at + self._largest] for at in range(0, len(pairs), self._largest)]
+
     def run(self, pairs: NDArray[np.int64]) -> None:
-        """Runs the graphs of the smallest pad sizes that hold parts of ``pairs [N, 2]``."""
-        for start in range(0, len(pairs), self._largest):
-            part = pairs[start : start + self._largest]
-            bucket = self._graphs.bucket(moves=len(part))
-            padded = np.zeros((2, bucket["moves"]), dtype=np.int64)
-            padded[:, : len(part)] = part.T
-            self._graphs.run(bucket, *torch.from_numpy(padded).to(self._device).unbind())
+        """Runs the graph of the smallest pad size that holds ``pairs [N, 2]``."""
+        bucket = self._graphs.bucket(**{self._axis: len(pairs)})
+        padded = np.zeros((2, bucket[self._axis]), dtype=np.int64)
+        padded[:, : len(pairs)] = pairs.T
+        self._graphs.run(bucket, *torch.from_numpy(padded).to(self._device).unbind())
 
     def close(self) -> None:
         """Frees the graphs."""
@@ -88,7 +93,7 @@ class PaddedMoves:
         self._graphs.close()
 
     def _padding(self, bucket: Bucket) -> list[Tensor]:
-        size = bucket["moves"]
+        size = bucket[self._axis]
         return [torch.zeros(size, dtype=torch.int64, device=self._device) for _ in range(2)]
 
 
@@ -120,6 +125,31 @@ def move_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
             f"expected destinations that are not sources, got block {both[0]} as both: "
             "swap them, or move in two calls"
         )
+    return checked
+
+
+def distinct_blocks(
+    blocks: Sequence[int] | NDArray[np.integer], num_blocks: int
+) -> NDArray[np.int64]:
+    """Returns a list of blocks as an array ``[N]``.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: a block is out of range, the null block, or occurs twice.
+    """
+    given = np.asarray(blocks)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise TypeError(
+            f"expected integer blocks [N], got {given.dtype} of shape {list(given.shape)}: "
+            "pass a list of ints"
+        )
+    wrong = given[(given < 1) | (given >= num_blocks)]
+    if wrong.size:
+        raise ValueError(
+            f"expected blocks in 1..{num_blocks - 1}, got {wrong[0]}: it is not in this cache"
+        )
+    checked = given.astype(np.int64)
+    _check_distinct(checked, "block", "list")
     return checked
 
 

@@ -60,7 +60,7 @@ def snapshot(defragmenter: OnlineDefragmenter) -> Any:
     return state_of(defragmenter.blocks), defragmenter.totals
 
 
-def assert_contents(defragmenter: OnlineDefragmenter, blocks: Iterable[int]) -> None:
+def assert_kept(defragmenter: OnlineDefragmenter, blocks: Iterable[int]) -> None:
     """Every block still holds its own number, wherever it went."""
     for block in blocks:
         at = defragmenter.blocks.at[block]
@@ -129,7 +129,7 @@ def test_defragmenting_moves_and_exchanges_contents():
     report = defragmenter.defragment()
     assert (report.moves, report.swaps, report.bytes) == (3, 1, 4 * 24)
     assert (report.range_before, report.range_after) == (39, 5)
-    assert_contents(defragmenter, [0, 2, 3, 5, 20, 25, 30, 39])
+    assert_kept(defragmenter, [0, 2, 3, 5, 20, 25, 30, 39])
     assert [defragmenter.blocks.at[block] for block in (39, 30, 20, 2, 5, 3)] == [1, 3, 4, 2, 5, 30]
     assert defragmenter.waste == 0 and defragmenter.plan() == []
     assert defragmenter.totals == DefragTotals(calls=1, moves=3, swaps=1, bytes=96)
@@ -144,7 +144,7 @@ def test_several_calls_reach_what_one_without_a_budget_does():
     assert [report.moves for report in reports] == [3] * 6 + [1]
     ranges = [report.range_after for report in reports]
     assert ranges == sorted(ranges, reverse=True) and ranges[-1] == 20
-    assert_contents(defragmenter, [*used, *cached])
+    assert_kept(defragmenter, [*used, *cached])
     assert defragmenter.totals.moves == 19
     assert defragmenter.defragment().moves == 0
     assert defragmenter.totals.calls == 7
@@ -170,14 +170,14 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", [1, 3, 5, "swap", "move", "exchange"])
+@pytest.mark.parametrize("at", [1, 3, 5, "take", "put", "exchange"])
 def test_a_copy_that_fails_midway_leaves_tables_and_contents(at, monkeypatch):
     used, cached = [*range(1, 5), *range(18, 40)], range(6, 14)
     swap = a_swap(pad_sizes=[3])
     defragmenter = OnlineDefragmenter(Tracked(used, cached), swap)
     before, run, calls = snapshot(defragmenter), CapturedGraph.run, []
     plan = defragmenter.plan()
-    assert [sum(move.is_swap for move in plan), len(plan)] == [8, 13]  # 3 + 2 graph calls
+    assert [sum(move.is_swap for move in plan), len(plan)] == [8, 13]  # 5 graph calls
 
     def failing(function: Any, at: int) -> Any:
         def call(*args: Any) -> Any:
@@ -198,9 +198,9 @@ def test_a_copy_that_fails_midway_leaves_tables_and_contents(at, monkeypatch):
         defragmenter.defragment()
     monkeypatch.undo()
     assert snapshot(defragmenter) == before
-    assert_contents(defragmenter, [0, *used, *cached])
+    assert_kept(defragmenter, [0, *used, *cached])
     defragmenter.defragment()
-    assert_contents(defragmenter, [0, *used, *cached])
+    assert_kept(defragmenter, [0, *used, *cached])
     assert defragmenter.blocks.highest_used == len(used)
 
 

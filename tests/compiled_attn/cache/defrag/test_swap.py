@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn import PagedKVCache
-from compiled_attn.cache.defrag import BlockSwap
+from compiled_attn.cache.defrag import PAD_SIZES, BlockSwap
 from compiled_attn.compat.paged.layouts import LAYOUTS, convert_key, convert_value, empty_caches
 from graphs import no_compile
 from tests.compiled_attn.cache.defrag.swapping import (
@@ -56,16 +57,16 @@ def test_every_layout_of_paged_attention_is_exchanged(layout, dtype):
     assert_copies(ready(caches, BLOCKS), caches)
 
 
-@pytest.mark.parametrize("target", ["HND", "packed"])
+@pytest.mark.parametrize("target", ["NHD", "HND", "packed"])
 def test_a_view_in_another_layout_is_exchanged(target):
     key, value = empty_caches(BLOCKS, 4, 2, 16, layout="NHD")
     noise([key, value])
     views = convert_key(key, "NHD", target), convert_value(value, "NHD", target)
-    assert views[0]._is_view()
+    assert views[0]._is_view() or target == "NHD"
     assert_copies(ready(views), [key, value])
 
 
-def test_parts_of_one_tensor_are_exchanged():
+def test_halves_of_one_tensor_are_exchanged():
     both = torch.zeros(2, BLOCKS, 4, 2, 8)
     noise([both])
     assert_copies(ready([both[0], both[1]]), [both[0], both[1]])
@@ -110,7 +111,7 @@ def test_compiled_graphs_copy_as_eager_ones_and_compile_nothing_later(backend, r
     with no_compile():
         assert_copies(swap, list(cache.buffers()))
     # 1, 4, 7, 0 and 11 pairs
-    assert runs == ["moves[moves=4]"] * 14
+    assert runs == ["swaps[swaps=4]"] * 7 + ["moves[moves=4]"] * 7
 
 
 EDGES = {1: [8], 8: [8], 9: [16], 512: [512], 513: [512, 8], 1030: [512, 512, 8]}
@@ -129,7 +130,7 @@ def test_a_public_call_replays_the_graphs_that_hold_its_pairs(name, count, pads,
     runs.clear()
     with no_compile():
         getattr(swap, name)(pairs)
-    assert runs == [f"moves[moves={pad}]" for pad in pads]
+    assert runs == [f"{name}s[{name}s={pad}]" for pad in pads]
     assert equal(contents([cache], 2100), expected)
 
 
@@ -156,12 +157,20 @@ def test_padding_changes_no_block_even_if_the_null_block_is_nan():
     assert equal(contents([*cache.buffers()]), expected)
 
 
+def test_warmup_reports_both_graphs_of_every_pad_size():
+    events: list[Any] = []
+    report = BlockSwap(small_cache()).warmup(events.append)
+    found = {str(result.bucket) for result in report.captured}
+    assert found == {f"{axis}={pad}" for axis in ("swaps", "moves") for pad in PAD_SIZES}
+    assert len(report.results) == 2 * len(PAD_SIZES)
+    assert sum(event.status == "captured" for event in events) == 2 * len(PAD_SIZES)
+
+
 def test_pairs_may_be_an_array_or_an_iterator():
     cache = small_cache()
     swap, before = ready(cache), contents([*cache.buffers()])
     swap.swap(np.array([[1, 2], [3, 4]], dtype=np.int32))
-    with torch.no_grad():
-        swap.swap(iter([(2, 1)]))
+    swap.swap(iter([(2, 1)]))
     assert equal(contents([*cache.buffers()]), exchanged(before, [(3, 4)]))
 
 
@@ -178,12 +187,32 @@ def test_pairs_that_lie_in_the_cache_itself_are_read_before_it_is_written(how: s
     assert np.array_equal(contents([cache]), expected)
 
 
+def test_the_forward_refuses_indices_in_the_cache_it_writes() -> None:
+    cache = torch.zeros(BLOCKS, 4, dtype=torch.int64)
+    cache[2] = torch.tensor([2, 7, 3, 9])
+    before = cache.clone()
+    swap = BlockSwap([cache])
+    inside = swap.get_buffer("rows_0")[2]
+    with pytest.raises(RuntimeError):
+        swap(inside[:2], inside[2:])
+    assert torch.equal(cache, before)
+
+
 def test_a_move_may_copy_one_source_to_several_blocks():
     cache = small_cache()
     swap, before = ready(cache), contents([*cache.buffers()])
     swap.move([(1, 2), (1, 3), (4, 5)])
     expected = moved(before, [(1, 2), (1, 3), (4, 5)])
     assert equal(contents([*cache.buffers()]), expected)
+
+
+def test_calls_work_with_and_without_grad_mode():
+    cache = small_cache()
+    swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
+    swap.swap([(1, 2)])
+    with torch.no_grad():
+        swap.swap([(1, 2)])
+    assert equal(contents([*cache.buffers()]), before)
 
 
 @given(st.data())
@@ -202,3 +231,25 @@ def test_exchanging_twice_is_nothing_and_moves_equal_numpy(data):
     assert equal(contents([cache], blocks), before)
     swap.move(pairs)
     assert equal(contents([cache], blocks), moved(before, pairs))
+
+
+def test_without_exchanges_one_graph_less_is_captured_and_only_moves_run():
+    cache = small_cache(torch.float32)
+    swap = BlockSwap(cache, pad_sizes=(4,), exchanges=False)
+    assert swap.pending == 1 and len(swap.warmup().captured) == 1 and swap.pending == 0
+    before = contents(list(cache.buffers()))
+    swap.move([(2, 3)])
+    with pytest.raises(RuntimeError, match="create it with exchanges=True"):
+        swap.swap([(2, 4)])
+    assert equal(contents(list(cache.buffers())), moved(before, [(2, 3)]))
+
+
+def test_blocks_that_are_taken_can_be_put_anywhere_and_again():
+    cache = small_cache()
+    swap, before = ready(cache), contents([*cache.buffers()])
+    taken = swap.take([5, 7])
+    swap.move([(1, 5), (2, 7)])
+    for _ in range(2):
+        swap.put([7, 9], taken)
+    expected = moved(before, [(1, 5), (5, 7), (7, 9)])
+    assert equal(contents([*cache.buffers()]), expected)

@@ -57,6 +57,28 @@ def test_wrong_pairs_are_an_error_that_names_them_and_nothing_changes(
     assert equal(contents([*cache.buffers()]), before)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "error", "text"),
+    [
+        ([1, 0], ValueError, r"blocks in 1\.\.23, got 0"),
+        ([-1], ValueError, "got -1"),
+        ([BLOCKS], ValueError, "got 24"),
+        ([3, 3], ValueError, "block 3 twice"),
+        ([1.5], TypeError, "integer blocks"),
+        ([[1, 2]], TypeError, r"shape \[1, 2\]"),
+    ],
+)
+def test_wrong_blocks_to_take_or_put_are_an_error_and_nothing_changes(blocks, error, text):
+    cache = small_cache()
+    swap, before = ready(cache), contents([*cache.buffers()])
+    taken = swap.take([5, 6])
+    with pytest.raises(error, match=text):
+        swap.take(blocks)
+    with pytest.raises(error, match=text):
+        swap.put(blocks, taken)
+    assert equal(contents([*cache.buffers()]), before)
+
+
 def test_a_source_that_is_exchanged_twice_is_an_error():
     with pytest.raises(ValueError, match="block 1 twice"):
         ready(small_cache()).swap([(1, 2), (1, 3)])
@@ -133,7 +155,7 @@ def test_a_pad_size_that_cannot_be_captured_is_an_error_unless_a_larger_one_may_
     monkeypatch, runs
 ):
     def failing(function: Any, inputs: Any, *, backend: CaptureSpec) -> CapturedGraph:
-        if "moves=4" in backend.name:
+        if "swaps=4" in backend.name:
             raise CaptureError(backend.name, "no memory")
         return capture(function, inputs, backend=backend)
 
@@ -144,7 +166,7 @@ def test_a_pad_size_that_cannot_be_captured_is_an_error_unless_a_larger_one_may_
     assert len(swap.warmup().failed) == 1
     runs.clear()
     swap.swap([(1, 2)])
-    assert runs == ["moves[moves=16]"]
+    assert runs == ["swaps[swaps=16]"]
     with pytest.raises(CaptureError, match="no memory"):
         BlockSwap(small_cache(), pad_sizes=(4,), strict=False).warmup()
 
@@ -194,6 +216,38 @@ class Broken(Exception):
     pass
 
 
+@pytest.fixture
+def fail_at(monkeypatch) -> Callable[[int], None]:
+    """Makes the k-th run of a graph from now on raise before it does anything; 0: none."""
+    run, state = CapturedGraph.run, {"runs": 0, "at": 0}
+
+    def failing(graph: CapturedGraph, *inputs: Any) -> Any:
+        state["runs"] += 1
+        if state["runs"] == state["at"]:
+            raise Broken
+        return run(graph, *inputs)
+
+    def arm(at: int) -> None:
+        state.update(runs=0, at=at)
+
+    monkeypatch.setattr(CapturedGraph, "run", failing)
+    return arm
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_exchange_of_several_calls_that_fails_midway_changes_nothing(at, fail_at):
+    cache = small_cache()
+    swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
+    pairs = random_pairs(random.Random(at), 10)
+    fail_at(at)
+    with pytest.raises(Broken):
+        swap.swap(pairs)
+    assert equal(contents([*cache.buffers()]), before)
+    fail_at(0)
+    swap.swap(pairs)
+    assert equal(contents([*cache.buffers()]), exchanged(before, pairs))
+
+
 class FailingOp(TorchDispatchMode):
     """Makes the k-th gather or write from now on raise, and counts them."""
 
@@ -209,24 +263,25 @@ class FailingOp(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_an_exchange_that_fails_at_any_operation_changes_nothing():
+def test_an_eager_exchange_that_fails_at_any_operation_changes_nothing():
     cache = small_cache(torch.int8)
     swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
     pairs = random_pairs(random.Random(0), 6)
-    with FailingOp(0) as counting:
+    with FailingOp(0) as all_of_it:
         swap.swap(pairs)
-    swap.swap(pairs)
-    assert counting.count == 8 * (1 + 2 * 2 + 1)  # tensors: saved, moved in two graphs, written
-    for at in range(1, counting.count + 1):
+        swap.swap(pairs)
+    assert all_of_it.count == 2 * 2 * 4 * 8  # calls, graph runs, operations, tensors
+    for at in range(1, 2 * 4 * 8 + 1):
         with pytest.raises(Broken), FailingOp(at):
             swap.swap(pairs)
         assert equal(contents([*cache.buffers()]), before), at
 
 
-def test_a_move_that_fails_midway_leaves_its_sources():
+def test_a_move_that_fails_midway_leaves_its_sources(fail_at):
     cache = small_cache()
     swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
     pairs = random_pairs(random.Random(0), 10)
-    with pytest.raises(Broken), FailingOp(2 * 4 + 1):  # in the second of three graphs
+    fail_at(2)
+    with pytest.raises(Broken):
         swap.move(pairs)
     assert equal(contents([*cache.buffers()]), moved(before, pairs[:4]))
