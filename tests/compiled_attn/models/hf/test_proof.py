@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from transformers import PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compiled_attn.models.hf.proof import Difference, check
-from tests.compiled_attn.tiny import tiny_model
 
-VOCAB = 128
+EOS = 5
+VOCAB = 97
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,21 @@ class Result:
     index: int
     prompt: list[int]
     tokens: list[int]
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.2,
+        "eos_token_id": EOS,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -34,12 +49,12 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
-    return tiny_model()
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
 
 
 @pytest.fixture
-def results(model: PreTrainedModel) -> list[Result]:
+def results(model: LlamaForCausalLM) -> list[Result]:
     prompts = [[(7 * i + j) % VOCAB for j in range(6 + i)] for i in range(5)]
     return [Result(i, prompt, greedy(model, prompt, 12)) for i, prompt in enumerate(prompts)]
 
@@ -51,14 +66,14 @@ def next_logits(model: Any, result: Result, position: int) -> torch.Tensor:
     return logits[0, -1]
 
 
-def test_right_results_have_no_mismatch(model: PreTrainedModel, results: list[Result]) -> None:
+def test_right_results_have_no_mismatch(model: LlamaForCausalLM, results: list[Result]) -> None:
     report = check(model, results, 5)
     assert (report.checked_requests, report.checked_tokens) == (5, 60)
     assert (report.mismatched_tokens, report.mismatches, report.ties) == (0, [], [])
 
 
 def test_a_wrong_token_is_counted_with_both_logits(
-    model: PreTrainedModel, results: list[Result]
+    model: LlamaForCausalLM, results: list[Result]
 ) -> None:
     right = results[2].tokens[11]
     wrong = (right + 1) % VOCAB
@@ -74,7 +89,7 @@ def test_a_wrong_token_is_counted_with_both_logits(
 
 
 def test_tokens_after_a_mismatch_count_if_they_differ(
-    model: PreTrainedModel, results: list[Result]
+    model: LlamaForCausalLM, results: list[Result]
 ) -> None:
     right = results[0].tokens
     results[0] = replace(results[0], tokens=[*right[:4], *((t + 1) % VOCAB for t in right[4:])])
@@ -82,7 +97,7 @@ def test_tokens_after_a_mismatch_count_if_they_differ(
 
 
 def test_a_tie_is_reported_and_the_comparison_goes_on(results: list[Result]) -> None:
-    model = tiny_model(tie_word_embeddings=False)
+    model = tiny_llama(tie_word_embeddings=False)
     twin, original = 50, results[1].tokens[3]
     with torch.no_grad():
         model.lm_head.weight[twin] = model.lm_head.weight[original] * (1 - 1e-7)
@@ -104,7 +119,7 @@ def test_a_tie_is_reported_and_the_comparison_goes_on(results: list[Result]) -> 
 
 
 def test_without_any_rounding_a_bfloat16_model_is_right_and_some_tokens_are_ties() -> None:
-    model = tiny_model(vocab_size=1024, num_hidden_layers=6).to(torch.bfloat16)
+    model = tiny_llama(vocab_size=1024, num_hidden_layers=6).to(torch.bfloat16)
     exact = copy.deepcopy(model).float()
     prompts = [[(31 * i + 7 * j) % 1024 for j in range(9)] for i in range(12)]
     results = [Result(i, prompt, greedy(exact, prompt, 24)) for i, prompt in enumerate(prompts)]
@@ -117,7 +132,7 @@ def test_without_any_rounding_a_bfloat16_model_is_right_and_some_tokens_are_ties
 
 def test_no_token_of_the_next_best_is_a_tie_where_rounding_does_not_reach() -> None:
     """Four tokens are within 4e-2 of the largest logit, but farther apart than bfloat16 rounds."""
-    model = tiny_model(tie_word_embeddings=False).to(torch.bfloat16)
+    model = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
     prompt = [3, 14, 15, 92, 65, 35]
     with torch.no_grad():
         hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1].float()
@@ -135,7 +150,7 @@ def test_no_token_of_the_next_best_is_a_tie_where_rounding_does_not_reach() -> N
 
 
 def test_generation_settings_of_the_model_do_not_change_the_comparison(
-    model: PreTrainedModel, results: list[Result]
+    model: LlamaForCausalLM, results: list[Result]
 ) -> None:
     model.generation_config.eos_token_id = results[0].tokens[2]
     model.generation_config.do_sample = True
@@ -146,7 +161,7 @@ def test_generation_settings_of_the_model_do_not_change_the_comparison(
 
 
 def test_attention_and_generation_settings_are_restored_even_after_an_error(
-    model: PreTrainedModel, results: list[Result]
+    model: LlamaForCausalLM, results: list[Result]
 ) -> None:
     model.set_attn_implementation("eager")
     generation = model.generation_config
@@ -162,7 +177,7 @@ def test_attention_and_generation_settings_are_restored_even_after_an_error(
 
 
 def test_requests_are_spread_over_the_demand_and_empty_ones_left_out(
-    model: PreTrainedModel, results: list[Result]
+    model: LlamaForCausalLM, results: list[Result]
 ) -> None:
     wrong = {i: replace(r, tokens=[(r.tokens[0] + 1) % VOCAB]) for i, r in enumerate(results)}
     wrong[0] = replace(results[0], tokens=[])
@@ -173,26 +188,41 @@ def test_requests_are_spread_over_the_demand_and_empty_ones_left_out(
 
 
 def test_progress_is_reported_after_each_request(
-    model: PreTrainedModel, results: list[Result]
+    model: LlamaForCausalLM, results: list[Result]
 ) -> None:
     calls: list[tuple[int, int]] = []
     check(model, results, 3, on_checked=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 3), (2, 3), (3, 3)]
 
 
+def tiny_gemma2(softcap: float | None) -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+        attn_logit_softcapping=softcap,
+        attn_implementation="eager",
+    )
+    return Gemma2ForCausalLM(config).eval()
+
+
 def test_a_capped_model_is_checked_with_attention_that_caps() -> None:
-    prompt = list(range(20, 40))
-    changes = {"initializer_range": 0.5, "tie_word_embeddings": False}
-    model = tiny_model("gemma2", attn_logit_softcapping=0.05, **changes)
-    uncapped = tiny_model("gemma2", attn_logit_softcapping=None, **changes)
+    model, prompt = tiny_gemma2(softcap=0.05), list(range(20, 40))
     tokens = greedy(model, prompt, 12)
-    assert tokens != greedy(uncapped, prompt, 12)
+    assert tokens != greedy(tiny_gemma2(softcap=None), prompt, 12)
     model.set_attn_implementation("flex_attention")
     assert check(model, [Result(0, prompt, tokens)], 1).mismatched_tokens == 0
     assert model.config._attn_implementation == "flex_attention"
 
 
-def test_a_negative_count_is_refused(model: PreTrainedModel) -> None:
+def test_a_negative_count_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match="expected count >= 0, got -1"):
         check(model, [], -1)
 
