@@ -101,8 +101,14 @@ class CaptureSpec:
                 f"unknown option {unknown[0]!r}; expected the options of backend {backend.name!r} "
                 f"({', '.join(known) or 'none'}): correct its name, or leave it out"
             )
-        options = {**(known or {}), **self.options}
-        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "options", _copied({**(known or {}), **self.options}))
+
+
+def _copied(value: Any) -> Any:
+    """Copy nested containers, which a user may change later, but not the objects in them."""
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

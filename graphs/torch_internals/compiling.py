@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from graphs.torch_internals.direct_call import cheap_calls
-from graphs.torch_internals.kernel_units import share_units
 from graphs.torch_internals.regions import refuse_effects
 from graphs.torch_internals.replay.replay import replay_loads
 from graphs.torch_internals.vectors import trust_vectors
@@ -44,7 +43,7 @@ def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Settings of torch that make compiles and calls fast."""
-    with cheap_calls(), trust_vectors(), share_units(), replay_loads(), refuse_effects():
+    with cheap_calls(), trust_vectors(), replay_loads(), refuse_effects():
         yield
 
 

@@ -115,7 +115,7 @@ def test_a_graph_in_the_store_is_of_one_element_type():
     states = set()
     for kind in ("auto", *KINDS):
         module = _engine(tiny_model(), kind).executor.module
-        factors = graph_factors(module, [], backend="eager", options={}, code={})
+        factors = graph_factors(module, [], backend="eager", options={})
         states.add(factors["state"])
     assert len(states) == 3
 

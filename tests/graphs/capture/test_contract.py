@@ -1,5 +1,7 @@
 """A capture's description: validated once, and handed down unchanged."""
 
+import copy
+
 import torch
 
 from graphs import WarmupManager, capture, explicit
@@ -55,3 +57,11 @@ def test_a_job_has_other_options_without_changing_its_spec():
     job = Job(torch.neg, [torch.ones(2)], CaptureSpec(TRACED, "step"))
     assert job.with_spec(name="other").name == "other" and job.name == "step"
     assert job.graph_name == "step" and job.dims == ()
+
+
+def test_what_a_user_changes_in_nested_options_later_is_not_in_the_spec():
+    options = {"options": {"max_autotune": True}}
+    spec = CaptureSpec(TRACED, "step", options)
+    options["options"]["max_autotune"] = False
+    assert spec.options["options"] == {"max_autotune": True}
+    assert copy.deepcopy(dict(spec.options)) == spec.options

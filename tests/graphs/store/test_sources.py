@@ -86,6 +86,7 @@ def forget():
     importlib.invalidate_caches()
     modules.version_of.cache_clear()
     modules._distributions.cache_clear()
+    sources._reach.cache_clear()
 
 
 def test_installing_a_package_that_no_file_names_keeps_the_key(key, site):
@@ -108,6 +109,17 @@ def test_a_file_that_is_imported_inside_a_function_counts_before_it_is_imported(
     assert "my_lazy" not in sys.modules
     (own / "my_lazy.py").write_text("def shift(x):\n    return x + 2\n")
     assert key()[0] != before
+
+
+def test_a_file_in_a_namespace_counts_before_it_is_imported(key, own):
+    (own / "my_space" / "deep").mkdir(parents=True)
+    helper = own / "my_space" / "deep" / "helper.py"
+    (own / "my_lazy.py").write_text("def shift(x):\n    from my_space.deep.helper import f\n")
+    found = set()
+    for text in ("def f(x):\n    return x + 1\n", "def f(x):\n    return x + 22\n"):
+        helper.write_text(text)
+        found.add(key()[1]["my_space.deep.helper"])
+    assert len(found) == 2
 
 
 def test_a_package_that_is_distributed_under_another_name_counts_by_its_version(key, site):
@@ -149,7 +161,7 @@ def test_relative_imports_of_a_package_that_is_run_as_main_count(own, monkeypatc
     main.__file__, main.__package__ = str(own / "my_pack" / "run.py"), "my_pack"
     Path(main.__file__).write_text("from .helper import scale\n")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    files, _ = sources._reachable(["__main__"])
+    files, _ = sources._reachable(frozenset(["__main__"]))
     assert {"__main__", "my_pack", "my_pack.helper"} <= files.keys()
 
 
