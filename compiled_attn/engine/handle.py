@@ -124,7 +124,7 @@ class RequestHandle:
         Raises as `result` does. A reader that stops early must call `cancel`.
         """
         await self._arrived(self._readers, self._has_news)
-        events = []
+        events: list[TokenEvent] = []
         while (event := None if events and not self._events else self._take()) is not None:
             events.append(event)
         return events

@@ -83,8 +83,8 @@ class Endpoint(ABC, Generic[RequestT]):
         if request.stream:
             return EventStream(self._stream(request, handles, context), context)
         results = await context.unless_gone(asyncio.gather(*handles))
-        if error := next((result.error for result in results if result.error), ""):
-            raise RuntimeError(error)
+        if failed := [result.error for result in results if result.error]:
+            raise RuntimeError(failed[0])
         if any(result.logprobs is not None for result in results):  # of thousands of tokens, maybe
             content = await asyncio.to_thread(self._respond, request, results, context)
         else:
