@@ -118,6 +118,17 @@ class RequestHandle:
         finally:
             self.cancel()
 
+    async def read(self) -> list[TokenEvent]:
+        """Waits for tokens and returns all that are unread; none after the last.
+
+        Raises as `result` does. A reader that stops early must call `cancel`.
+        """
+        await self._arrived(self._readers, self._has_news)
+        events: list[TokenEvent] = []
+        while (event := None if events and not self._events else self._take()) is not None:
+            events.append(event)
+        return events
+
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         try:
             yield from self._arrived(self._enders, self._is_over).__await__()
