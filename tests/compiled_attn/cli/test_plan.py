@@ -19,13 +19,6 @@ SMALL = [
     *("--kernel", "portable", "--max-tokens-per-step", "32", "--max-seqs", "4"),
     *("--block-size", "8"),
 ]
-STRATEGIES = [
-    "exponential",
-    "padding-aware",
-    "unified ladder",
-    "engine's default",
-    "fitted plan",
-]
 
 
 @pytest.fixture
