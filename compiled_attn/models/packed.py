@@ -88,13 +88,13 @@ class _Packed(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Packed:
         is_hidden = self.trap is not None and self.trap.is_hidden(self.weight)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.trap is not None and is_hidden:
             self.trap.hide(self.weight)  # again, as a cast allocates memory
         return self
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.trap is not None and self.weight.isnan().all():
             self.trap.hide(self.weight)
 
