@@ -18,7 +18,7 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
+from compiled_attn.engine.constraint import Constraint, Grammars, constraint_of
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
 from compiled_attn.engine.logprobs import RowResult
@@ -177,9 +177,7 @@ class Engine:
 
     def take_events(self) -> list[TokenEvent]:
         """Removes and returns undelivered events, e.g. after `step` raised an exception."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def abort(self, request_id: int) -> None:
         """Drops a request that has not finished; its blocks are free at once.
@@ -269,11 +267,6 @@ class Engine:
         return set(self._requests)
 
     @property
-    def steps_ahead(self) -> int:
-        """Steps that were launched before the tokens of the previous one were read."""
-        return self._steps.ahead
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to return."""
         return bool(self._requests or self._events)
@@ -289,7 +282,7 @@ class Engine:
             prompt_tokens=self.prompt_tokens,
             preemptions=self.scheduler.preemptions,
             restarts=self.restarts,
-            steps_ahead=self.steps_ahead,
+            steps_ahead=self._steps.ahead,
         )
 
     def check(
@@ -305,12 +298,8 @@ class Engine:
         self._constraint(sampling, len(prompt))
 
     def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
-        if sampling.grammar is None:
-            return None
-        if self.grammars is None:
-            raise without_grammars(sampling.grammar)
         ends = self.end_tokens(sampling)
-        return Constraint(self.grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
+        return constraint_of(self.grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
 
     def enter(
         self,
@@ -369,8 +358,7 @@ class Engine:
 
     def has_started(self, request_id: int) -> bool:
         """Whether the prompt of a request was computed, or it has finished."""
-        sequence = self._requests.get(request_id)
-        return sequence is None or sequence.generated > 0
+        return (found := self._requests.get(request_id)) is None or found.generated > 0
 
     def _run(self) -> None:
         self._drop_all()

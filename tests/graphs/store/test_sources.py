@@ -95,7 +95,8 @@ def test_installing_a_package_that_no_file_names_keeps_the_key(key, site):
         install(site, "my_unrelated", version)
         assert importlib.metadata.version("my_unrelated") == version
         assert key()[0] == before
-    assert set(found) == {"graphs", "my_lazy", "my_net", "my_used", "torch"}
+    own = set(found) - {"transformers"}  # which adds a method to nn.Module where it is loaded
+    assert own == {"graphs", "my_lazy", "my_net", "my_used", "torch"}
 
 
 def test_another_version_of_a_package_that_the_graph_uses_is_another_key(key, site):
@@ -137,7 +138,7 @@ def test_a_plain_module_depends_on_torch_and_on_this_package():
     net.manager = WarmupManager(net, explicit(["rows"], [(2,)]), lambda _: [X], backend="eager")
     with torch.no_grad():
         found = graph_factors(net, [X], backend="inductor", options={})["sources"]
-    assert set(found) == {"torch", "graphs"}
+    assert set(found) - {"transformers"} == {"torch", "graphs"}  # it adds a method to nn.Module
 
 
 def test_a_change_of_any_file_of_this_package_is_another_key(tmp_path, monkeypatch):
