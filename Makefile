@@ -20,6 +20,8 @@ TORCH ?= all
 VLLM_VENV ?= $(VENV)-vllm
 # Environment that builds the kernels of a wheel, with the oldest supported torch; made once.
 WHEEL_VENV ?= $(VENV)-wheel
+# Arguments of the mutation run, e.g. make mutation MUTATION="scheduler --mutants 50"
+MUTATION ?=
 # Test processes.
 JOBS ?= 2
 
@@ -30,7 +32,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Tests start hundreds of processes; without bytecode each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers docs-benchmarks soak wheel clean
+.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers docs-benchmarks soak mutation wheel clean
 .NOTPARALLEL:
 
 help:
@@ -46,6 +48,7 @@ help:
 	@echo "make bench-peers  the same requests through vLLM, OpenVINO and transformers; installs 5 GB"
 	@echo "make docs-benchmarks  write docs/benchmarks.md from benchmarks/results"
 	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests"
+	@echo "make mutation   changes scheduler, blocks, steps, warmup and store; the tests must notice"
 	@echo "make wheel      a wheel with prebuilt kernels in dist/, for machines without a C++ compiler"
 	@echo "make clean      remove environments and caches"
 
@@ -100,6 +103,9 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/soak_engine.py
 
+mutation: $(VENV)/.installed-dev
+	$(BIN)/python tests/mutation.py --jobs $(JOBS) $(MUTATION)
+
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
@@ -148,5 +154,5 @@ wheel: $(WHEEL_VENV)/.installed
 $(WHEEL_VENV)/.installed:
 	@$(PYTHON) -m venv $(WHEEL_VENV)
 	@echo "installing torch 2.11 into $(WHEEL_VENV)"
-	@$(WHEEL_VENV)/bin/python -m pip install -qq --extra-index-url $(TORCH_INDEX) "torch==2.11.*" "numpy>=1.26" "setuptools>=77"
+	@$(WHEEL_VENV)/bin/python -m pip install -qq --retries 1 --extra-index-url $(TORCH_INDEX) "torch==2.11.*" "numpy>=1.26" "setuptools>=77"
 	@touch $@

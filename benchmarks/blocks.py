@@ -92,7 +92,7 @@ class Caller:
         for function, *arguments in (
             (self.pool.fork, name, "child"),
             (self.pool.append, "child"),  # takes a copy of the half full block
-            (self.pool.pop_copies,),
+            (lambda: self.pool.copied(self.pool.pending_copies()),),
             (self.pool.free, "child"),
         ):
             self.timed("fork 9, append, free", function, *arguments)

@@ -19,9 +19,8 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 HEADER = """\
 # How fast is it?
 
-Written by `make docs-benchmarks` from [benchmarks/results](../benchmarks/results), which also has
-the raw output and older figures. Ratios are speeds over what you would use instead: medians of one
-process, interleaved. Machines differ: run the command on yours. `make bench` runs them all.
+`make docs-benchmarks` writes this page from [raw output](../benchmarks/results). Ratios are speeds
+over what you would use instead: interleaved medians of one run. `make bench` runs them on yours.
 """
 _PLACE = ("machine", "dtype", "threads", "torch", "date")
 

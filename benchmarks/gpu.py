@@ -8,8 +8,8 @@ each call reads others: cold, but for what the device's caches hold. One process
 medians; several calls between two waits, on CUDA replayed from a graph, as an engine has them.
 Ratios are speeds of the op: over `copy`, a copy of the same bytes; over `varlen`
 (torch.nn.attention.varlen, torch 2.12), `flex` (FlexAttention, decodes), `sdpa` (keys in a row, no
-paging) and `gather` (blocks gathered, then SDPA). A form that cannot be had is named with its
-reason. Tokens a second of a Llama of 1.2 billion random weights: eager, CUDA graphs, compiled.
+paging) and `gather` (blocks gathered, then SDPA). A kernel that is not available is named with
+the reason. Tokens a second of a Llama of 1.2 billion random weights: eager, CUDA graphs, compiled.
 Tiles: the usual ones for sm_90, and the speed of these over the ones for all other devices.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from accelerator import serving, tiles
-from accelerator.forms import MAKERS
+from accelerator.kernels import MAKERS
 from accelerator.scene import Sizes, Step, steps
 from accelerator.timing import host_seconds, medians
 
@@ -45,31 +45,31 @@ BACKENDS = ["eager", "cudagraph", "inductor"]
 PARTS = ["attention", "serving", "tiles"]
 
 
-def usable(step: Step, wanted: torch.Tensor, skipped: dict[str, str]) -> dict[str, Callable]:
-    """The forms that compute this step, and right; why the others are left out."""
-    forms = {}
+def usable(step: Step, expected: torch.Tensor, skipped: dict[str, str]) -> dict[str, Callable]:
+    """Return the kernels that compute this step correctly; adds why others are left out."""
+    kernels = {}
     for name, make in MAKERS.items():
         try:
-            form = make(step)
-            got = form(step)
+            kernel = make(step)
+            got = kernel(step)
             if name not in ("copy", "sdpa"):  # sdpa has keys of its own
-                torch.testing.assert_close(got.float(), wanted, atol=2e-2, rtol=2e-2)
-        except Exception as error:  # whatever keeps it from running is the reason to tell
+                torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
+        except Exception as error:  # any failure is reported
             skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         else:
-            forms[name] = form
-    return forms
+            kernels[name] = kernel
+    return kernels
 
 
 def row(name: str, step_list: list[Step], options: argparse.Namespace) -> dict[str, object]:
-    """Prints and returns what one case came to."""
+    """Print and return the times of one case."""
     step, skipped = step_list[0], dict[str, str]()
-    wanted = MAKERS["gather"](step)(step).float()
-    forms = usable(step, wanted, skipped)
+    expected = MAKERS["gather"](step)(step).float()
+    kernels = usable(step, expected, skipped)
     torch._dynamo.reset()
     runs = {
-        each: lambda n, form=form: form(step_list[n % len(step_list)])
-        for each, form in forms.items()
+        each: lambda n, kernel=kernel: kernel(step_list[n % len(step_list)])
+        for each, kernel in kernels.items()
     }
     with torch.no_grad():
         found, by_host = medians(runs, options.rounds, options.calls, step.query.device)
@@ -123,24 +123,24 @@ def main() -> None:
         "failed": [],
     }
 
-    def keep(kind: str, found: object) -> None:
-        """At once: what is cut off at its time limit leaves all rows before."""
+    def save(kind: str, found: object) -> None:
+        """Write at once: a run that exceeds its time limit leaves the rows before."""
         results[kind].append(found)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
 
     if "attention" in options.parts:
-        attention(device, sizes, options, keep)
+        attention(device, sizes, options, save)
     if "tiles" in options.parts:
-        tiles_of_hopper(device, options, keep)
+        tiles_of_hopper(device, options, save)
     if "serving" in options.parts:
-        tokens_a_second(device, dtype, options, keep)
+        tokens_a_second(device, dtype, options, save)
     if results["failed"]:
         raise SystemExit(f"# failed: {', '.join(results['failed'])}")
 
 
 def attention(
-    device: torch.device, sizes: Sizes, options: argparse.Namespace, keep: Callable
+    device: torch.device, sizes: Sizes, options: argparse.Namespace, save: Callable
 ) -> None:
     """A row for each case."""
     for name, case in (SMALL if options.small else CASES).items():
@@ -149,14 +149,14 @@ def attention(
             with measured_plans(device):  # as in the warmup of an engine
                 MAKERS["op"](step_list[0])(step_list[0])
             found = row(name, step_list, options)
-        except Exception as error:  # the other cases are told all the same
+        except Exception as error:  # the other cases are still measured
             print(f"{name:>16} failed: {type(error).__name__}: {error}", flush=True)
-            keep("failed", name)
+            save("failed", name)
         else:
-            keep("attention", found)
+            save("attention", found)
 
 
-def tiles_of_hopper(device: torch.device, options: argparse.Namespace, keep: Callable) -> None:
+def tiles_of_hopper(device: torch.device, options: argparse.Namespace, save: Callable) -> None:
     """A row for each kind of step."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         print("# no tiles: they are for devices of sm_90")
@@ -166,31 +166,31 @@ def tiles_of_hopper(device: torch.device, options: argparse.Namespace, keep: Cal
             found = tiles.row(kind, device, options.rounds, options.calls)
         except Exception as error:
             print(f"{kind} failed: {type(error).__name__}: {error}", flush=True)
-            keep("failed", str(kind))
+            save("failed", str(kind))
         else:
-            print(tiles.told(found), flush=True)
-            keep("tiles", found)
+            print(tiles.format_row(found), flush=True)
+            save("tiles", found)
 
 
 def tokens_a_second(
-    device: torch.device, dtype: torch.dtype, options: argparse.Namespace, keep: Callable
+    device: torch.device, dtype: torch.dtype, options: argparse.Namespace, save: Callable
 ) -> None:
     """A row for each backend."""
     model, slowest = serving.llama(options.small, dtype, device), None
     for name in options.backends:
         try:
-            told = serving.row(model, name, options.small)
+            found = serving.row(model, name, options.small)
         except Exception as error:
             print(f"{name:>16} failed: {type(error).__name__}: {error}", flush=True)
-            keep("failed", name)
+            save("failed", name)
             continue
-        slowest = slowest or told.speed
+        slowest = slowest or found.speed
         print(
-            f"{name:>16} {told.speed:9.0f} tokens/s  {told.speed / slowest:5.2f}x of the first  "
-            f"warmup {told.warmup_seconds:.1f} s  kernel {told.kernel} {told.notes}",
+            f"{name:>16} {found.speed:9.0f} tokens/s  {found.speed / slowest:5.2f}x of the first  "
+            f"warmup {found.warmup_seconds:.1f} s  kernel {found.kernel} {found.notes}",
             flush=True,
         )
-        keep("serving", told._asdict())
+        save("serving", found._asdict())
 
 
 def describe(device: torch.device) -> str:

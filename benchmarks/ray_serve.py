@@ -70,7 +70,7 @@ def deployment() -> Iterator[Call]:
 
 async def times(way: str, call: Call) -> None:
     for count, at_once, calls in ((1, 1, 200), (1, 32, 200), (50, 1, 32), (50, 32, 64)):
-        firsts: list[float] = []
+        starts: list[float] = []
         wholes: list[float] = []
         room = asyncio.Semaphore(at_once)
 
@@ -79,14 +79,14 @@ async def times(way: str, call: Call) -> None:
                 begun, first = time.perf_counter(), 0.0
                 async for _ in call(key, count):
                     first = first or time.perf_counter() - begun
-                firsts.append(first)  # noqa: B023
+                starts.append(first)  # noqa: B023
                 wholes.append(time.perf_counter() - begun)  # noqa: B023
 
         await asyncio.gather(*map(one, range(16)))
-        firsts.clear(), wholes.clear()
+        starts.clear(), wholes.clear()
         await asyncio.gather(*map(one, range(calls)))
         print(
-            f"{way:6}, {count:2} chunks, {at_once:2} at once: first {median(firsts) * 1e3:6.1f}, "
+            f"{way:6}, {count:2} chunks, {at_once:2} at once: first {median(starts) * 1e3:6.1f}, "
             f"whole {median(wholes) * 1e3:6.1f} ms",
             flush=True,
         )

@@ -4,7 +4,7 @@
 
 Logits of a normal distribution, float32; each request has a text of 1,000 tokens, half of them
 generated, which were counted in an earlier step. Milliseconds, medians, one process, in turns;
-`sorted` is the reference: each row sorted in float64, cut, and drawn from (greedy: `torch.max` of
+`sorted` is the reference: each row sorted in float64, cut, and sampled from (greedy: `torch.max` of
 each row). Both give the same tokens, which is asserted. Last the masks of grammars, which are
 applied to logits in place (xgrammar's time to fill them is not in it), and row by row.
 """
@@ -72,15 +72,15 @@ def _of_sorted(logits: Tensor, seed: int, params: SamplingParams) -> int:
     if params.top_k:
         ordered = ordered[: params.top_k]
     probabilities = torch.softmax(ordered, -1)
-    kept = probabilities[probabilities.cumsum(-1) - probabilities < params.top_p]
-    kept = kept[kept >= params.min_p * kept[0]].cumsum(-1)
+    likely = probabilities[probabilities.cumsum(-1) - probabilities < params.top_p]
+    sums = likely[likely >= params.min_p * likely[0]].cumsum(-1)
     uniform = np.random.Generator(np.random.Philox(key=seed, counter=TEXT // 2)).random()
-    place = int(torch.searchsorted(kept, uniform * float(kept[-1]), right=True))
-    return int(tokens[min(place, len(kept) - 1)])
+    at = int(torch.searchsorted(sums, uniform * float(sums[-1]), right=True))
+    return int(tokens[min(at, len(sums) - 1)])
 
 
 class Masks:
-    """Grammars of which each allows a share of the tokens, drawn once, wherever it is."""
+    """Grammars of which each allows a random share of the tokens."""
 
     def __init__(self, rows: int, vocab: int, share: float) -> None:
         allowed = np.random.default_rng(0).random((rows, -(-vocab // 32) * 32)) < share

@@ -6,7 +6,7 @@ Starts ``compiled-attn serve`` of each tree with the same model. Rounds alternat
 that is not measured is stopped (SIGSTOP). In a round every stream is one chat of `--tokens` greedy
 tokens, read to its end by a client that only counts events. The default model is a tiny random
 Llama, whose steps are short: then the server itself takes most of the time. ``--model smollm2``
-shows how much of that remains beside a real model.
+shows how much of that remains next to a real model.
 """
 
 from __future__ import annotations

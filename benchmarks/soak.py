@@ -42,8 +42,8 @@ class Violation(Exception):
     """An invariant is violated."""
 
 
-def demand(holds: object, message: str) -> None:
-    if not holds:
+def require(condition: object, message: str) -> None:
+    if not condition:
         raise Violation(message)
 
 
@@ -133,8 +133,8 @@ class Soak:
     def defragment(self) -> None:
         before = self.pool.highest_used
         report = self.defragmenter.defragment()
-        demand(report.range_after <= before, "a defragmentation enlarged the range")
-        demand(report.range_after == self.pool.highest_used, "a report says another range")
+        require(report.range_after <= before, "a defragmentation enlarged the range")
+        require(report.range_after == self.pool.highest_used, "a report says another range")
 
     def add(self, tokens: NDArray[np.int64]) -> None:
         name = self.new_id()
@@ -175,9 +175,9 @@ class Soak:
             more = self.rng.integers(0, 1 << 30, missing)
             stream.tokens = np.concatenate((stream.tokens, more))
         start, stream.length = stream.length, max(stream.length, length)
-        places = self.places_of(name, stream.length)[start:]
+        positions = self.slots_of(name, stream.length)[start:]
         payload = self.payload(stream)[start:]
-        self.slots[0][places], self.slots[1][places] = payload, ~payload
+        self.slots[0][positions], self.slots[1][positions] = payload, ~payload
         self.pool.commit(name, stream.tokens, stream.length)
 
     def drop(self, name: int, how: object) -> None:
@@ -197,17 +197,17 @@ class Soak:
         """The payload of each position: a hash of all tokens up to it."""
         return np.cumsum((stream.tokens[: stream.length] + 1) * self.factors[: stream.length])
 
-    def places_of(self, name: int, length: int) -> NDArray[np.int64]:
+    def slots_of(self, name: int, length: int) -> NDArray[np.int64]:
         """The slot of each position below ``length``."""
         blocks = np.array(self.pool.table(name).blocks, dtype=np.int64)
         return (blocks[:, None] * self.size + np.arange(self.size)).reshape(-1)[:length]
 
     def read_back(self, name: int) -> None:
         stream = self.streams[name]
-        places, payload = self.places_of(name, stream.length), self.payload(stream)
+        positions, payload = self.slots_of(name, stream.length), self.payload(stream)
         for slots, expected in zip(self.slots, (payload, ~payload), strict=True):
-            wrong = np.flatnonzero(slots[places] != expected)
-            demand(not wrong.size, f"request {name} lost positions {wrong[:5]}")
+            wrong = np.flatnonzero(slots[positions] != expected)
+            require(not wrong.size, f"request {name} lost positions {wrong[:5]}")
 
     def check(self) -> None:
         for name in self.streams:
@@ -215,12 +215,12 @@ class Soak:
         pool, stats = self.pool, self.pool.stats()
         held = [block for name in self.streams for block in pool.table(name).blocks]
         counts = np.bincount(held, minlength=pool.num_blocks)
-        demand(np.array_equal(counts, pool.refcounts), "reference counts differ from the tables")
+        require(np.array_equal(counts, pool.refcounts), "reference counts differ from the tables")
         used = np.flatnonzero(counts)
-        demand(stats.used == len(used) == pool.num_used, "used blocks are counted wrongly")
-        demand(stats.used + stats.free + stats.cached == stats.total, "blocks leaked")
-        demand(stats.highest_used == used.max(initial=0), "the range is another")
-        demand(not any(tensor[: self.size].any() for tensor in self.cache), "null block written")
+        require(stats.used == len(used) == pool.num_used, "used blocks are counted wrongly")
+        require(stats.used + stats.free + stats.cached == stats.total, "blocks leaked")
+        require(stats.highest_used == used.max(initial=0), "the range is another")
+        require(not any(tensor[: self.size].any() for tensor in self.cache), "null block written")
         if len(used):
             self.spread.append(stats.highest_used / len(used))
 

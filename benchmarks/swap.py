@@ -60,7 +60,7 @@ def buffered(swap: BlockSwap, pairs: list[tuple[int, int]]) -> None:
 
 
 def measure(swap: BlockSwap, pairs: int, rounds: int) -> dict[str, float]:
-    """Bytes per second of each form; the first round is not counted."""
+    """Return bytes per second of each method; the first round is not counted."""
     moved = pairs * swap.bytes_per_block
     nbytes = {"swap": 2 * moved, "buffered": 2 * moved, "move": moved}
     size = swap.num_blocks * swap.bytes_per_block
@@ -94,8 +94,8 @@ def main() -> None:
         f"# {options.backend}, {options.threads} threads, {options.layers} layers of K and V, "
         f"{options.blocks} blocks, torch {torch.__version__}, cold"
     )
-    forms = "".join(f"  {name:>8} GB/s  of copy_" for name in METHODS)
-    print(f"dtype          a layer's block  pairs{forms}")
+    columns = "".join(f"  {name:>8} GB/s  of copy_" for name in METHODS)
+    print(f"dtype          a layer's block  pairs{columns}")
     for size, heads, dim, dtype in CASES:
         cache = PagedKVCache(options.layers, options.blocks, size, heads, dim, dtype=dtype)
         for tensor in cache.buffers():
@@ -106,11 +106,11 @@ def main() -> None:
         for pairs in pads:
             rate = measure(swap, pairs, options.rounds)
             kib = size * heads * dim * dtype.itemsize / 1024
-            forms = "".join(
+            cells = "".join(
                 f"  {rate[name] / 1e9:13.1f} {rate[name] / rate[f'copy_ for {name}']:9.2f}"
                 for name in METHODS
             )
-            print(f"{str(dtype)[6:]:14} {kib:11.0f} KiB {pairs:6}{forms}")
+            print(f"{str(dtype)[6:]:14} {kib:11.0f} KiB {pairs:6}{cells}")
 
 
 if __name__ == "__main__":

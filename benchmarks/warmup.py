@@ -1,9 +1,7 @@
-"""Prints how long cold warmups take: `python benchmarks/warmup.py [--buckets N] [--repeat N]`.
+"""Prints how long cold warmups take: `python benchmarks/warmup.py [--layers N] [--buckets N]`.
 
-Each run is a process with an empty compile cache; compared runs alternate. First one bucket of a
-model of twelve layers, unrolled and with the layer as a region that is compiled once; then the
-buckets of a small transformer compiled by one process and by two. Inductor starts C++ compilers on
-all cores, so one process is compared both with that and without.
+Each run is a process with an empty compile cache; compared runs alternate. Compares a model of
+twelve layers, unrolled, with one whose layer is a region that is compiled once.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from graphs import Bucket, WarmupManager, capture, linear
 
-_GOALS = {"workers": 0.6, "regions": 0.4}
+_GOAL = 0.4
 _WIDTH = 64
 
 
@@ -72,23 +70,12 @@ def inputs_of(bucket: Bucket) -> list[Tensor]:
     return [torch.ones(bucket.tokens, _WIDTH)]
 
 
-def measure(
-    layers: int, is_regional: bool, buckets: int, workers: int, is_prepared: bool, threads: int
-) -> float:
-    """Time a warmup in this process.
-
-    With `is_prepared`, inductor's one-time work (imports, probes, headers) is not counted.
-    `threads` compile the C++ of one graph, 0: inductor's default.
-    """
-    if threads:
-        torch._inductor.config.compile_threads = threads
-    if is_prepared:
-        with torch.no_grad():
-            capture(torch.neg, [torch.ones(8)])
+def measure(layers: int, is_regional: bool, buckets: int) -> float:
+    """Time a warmup in this process, without inductor's one-time work (imports, probes)."""
+    with torch.no_grad():
+        capture(torch.neg, [torch.ones(8)])
     space = linear(tokens=(32, 32, 32 * buckets))
-    manager = WarmupManager(
-        Model(layers, is_regional).eval(), space, inputs_of, workers=workers, timed_runs=0
-    )
+    manager = WarmupManager(Model(layers, is_regional).eval(), space, inputs_of, timed_runs=0)
     start = time.perf_counter()
     report = manager.warmup()
     seconds = time.perf_counter() - start
@@ -108,39 +95,29 @@ def cold(*arguments: object) -> float:
     return float(done.stdout.split()[-1])
 
 
-def compare(what: str, first: tuple[object, ...], second: tuple[object, ...], repeat: int) -> None:
-    """Print both times and their ratio against the goal."""
-    pairs = [(cold(*first), cold(*second)) for _ in range(repeat)]
-    ratio = statistics.median(after / before for before, after in pairs)
-    before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    goal = _GOALS[what.split(",")[0]]
-    state = "reached" if ratio <= goal else "missed"
-    print(
-        f"{what}: {before:.1f} s -> {after:.1f} s, ratio {ratio:.2f} (median of {repeat}); "
-        f"goal at most {goal}: {state}"
-    )
-
-
 def main() -> None:
-    """Print both comparisons."""
+    """Print both times and their ratio against the goal."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--buckets", type=int, default=12)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--buckets", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", choices=_GOALS)
-    parser.add_argument("--measure", nargs=6, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        layers, is_regional, buckets, workers, is_prepared, threads = given.measure
-        print(measure(layers, bool(is_regional), buckets, workers, bool(is_prepared), threads))
+        layers, is_regional, buckets = given.measure
+        print(measure(layers, bool(is_regional), buckets))
         return
-    if given.only in (None, "regions"):
-        compare("regions", (12, 0, 1, 1, 1, 0), (12, 1, 1, 1, 1, 0), given.repeat)
-    if given.only in (None, "workers"):
-        shape = (given.layers, 0, given.buckets)
-        two = (*shape, 2, 0, 0)
-        compare("workers", (*shape, 1, 0, 0), two, given.repeat)
-        compare("workers, against one C++ compiler at a time", (*shape, 1, 0, 1), two, given.repeat)
+    pairs = [
+        tuple(cold(given.layers, is_regional, given.buckets) for is_regional in (0, 1))
+        for _ in range(given.repeat)
+    ]
+    ratio = statistics.median(after / before for before, after in pairs)
+    before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
+    state = "reached" if ratio <= _GOAL else "missed"
+    print(
+        f"regions: {before:.1f} s -> {after:.1f} s, ratio {ratio:.2f} (median of {given.repeat}); "
+        f"goal at most {_GOAL}: {state}"
+    )
 
 
 if __name__ == "__main__":

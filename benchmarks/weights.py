@@ -23,7 +23,7 @@ PACKINGS = ("plain", "packed", "int8")
 PROMPT = 128
 
 
-class Served:
+class PackedEngine:
     """An engine with one packing, and the tokens of its last round."""
 
     def __init__(self, packing: str, options: argparse.Namespace) -> None:
@@ -61,7 +61,7 @@ def same_tokens(ours: list[list[int]], others: list[list[int]]) -> int:
 
 
 def main() -> None:
-    """Prints a row a form."""
+    """Print a row per packing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=1)
@@ -70,14 +70,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    served = {form: Served(form, options) for form in PACKINGS}
-    times = medians({form: each.serve for form, each in served.items()}, options.rounds)
-    plain = served["plain"].tokens
+    engines = {packing: PackedEngine(packing, options) for packing in PACKINGS}
+    times = medians({packing: each.serve for packing, each in engines.items()}, options.rounds)
+    plain = engines["plain"].tokens
     print(f"# {options.requests} x ({PROMPT} + {options.new}), {options.threads} threads, bfloat16")
-    for form, each in served.items():
+    for packing, each in engines.items():
         same = same_tokens(each.tokens, plain)
         print(
-            f"{form:8}{times[form]:8.2f} s {times['plain'] / times[form]:6.2f} over plain "
+            f"{packing:8}{times[packing]:8.2f} s {times['plain'] / times[packing]:6.2f} over plain "
             f"{each.bytes() / 2**20:8.1f} MiB {same:6} of {options.requests * options.new} tokens"
         )
 

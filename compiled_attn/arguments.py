@@ -72,8 +72,8 @@ class Expect:
             what = f"{name} {legend}".rstrip()
             self._fail(f"{what} of shape [{sizes}]", value.shape, self.remedy)
         if dtypes is not None and value.dtype not in dtypes:
-            wanted = " or ".join(_short(dtype) for dtype in dtypes)
-            self._fail_dtype(f"{name} of dtype {wanted}", _short(value.dtype))
+            expected = " or ".join(_short(dtype) for dtype in dtypes)
+            self._fail_dtype(f"{name} of dtype {expected}", _short(value.dtype))
         if like is not None and value.device != like.device:
             self._fail(f"{name} on {like.device}", value.device, "move it with .to()")
 

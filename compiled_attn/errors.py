@@ -50,11 +50,11 @@ class DuplicateRequest(ValueError):
 
 
 class EngineStopped(RuntimeError):
-    """An `AsyncEngine` does not serve any more; the cause is the error that ended it."""
+    """An `AsyncEngine` does not serve any more; the cause is the error that stopped it."""
 
 
 class EngineUnsupported(RuntimeError):
-    """An integration does not support another project's engine, or something it asks for."""
+    """An integration does not support another project's engine, or one of its settings."""
 
 
 class FlashArgumentError(RuntimeError, ValueError):

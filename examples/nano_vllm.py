@@ -250,8 +250,8 @@ def attend_paged(
 def prompts_for(model: Any, count: int = 12) -> list[list[int]]:
     """Random prompts of 8 to 140 tokens; every third one starts with the same 64."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(3, model.config.vocab_size, (count, 140), generator=generator).tolist()
-    return [(drawn[0][:64] if i % 3 == 0 else []) + drawn[i][: 8 + 6 * i] for i in range(count)]
+    tokens = torch.randint(3, model.config.vocab_size, (count, 140), generator=generator).tolist()
+    return [(tokens[0][:64] if i % 3 == 0 else []) + tokens[i][: 8 + 6 * i] for i in range(count)]
 
 
 def main() -> None:

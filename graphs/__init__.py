@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from graphs.warmup.report import BucketEvent as BucketEvent
     from graphs.warmup.report import BucketResult as BucketResult
     from graphs.warmup.report import WarmupReport as WarmupReport
+    from graphs.watch.causes import CompileEvent as CompileEvent
     from graphs.watch.compiles import CompileWatch as CompileWatch
-    from graphs.watch.events import CompileEvent as CompileEvent
     from graphs.watch.explain import BreakReport as BreakReport
     from graphs.watch.explain import explain as explain
     from graphs.watch.sentinel import no_compile as no_compile
 
-_PLACES = {
+_MODULES = {
     "buckets.axes": "Axis Bucket",
     "buckets.file": "from_file to_file",
     "buckets.ladders": "explicit exponential linear",
@@ -65,13 +65,13 @@ _PLACES = {
     "warmup.progress": "progress_for",
     "warmup.report": "BucketEvent BucketResult WarmupReport",
     "watch.compiles": "CompileWatch",
-    "watch.events": "CompileEvent",
+    "watch.causes": "CompileEvent",
     "watch.explain": "BreakReport explain",
     "watch.sentinel": "no_compile",
 }
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _PLACES)
-__all__ = sorted(" ".join(_PLACES.values()).split())
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__ = sorted(" ".join(_MODULES.values()).split())
 
 
 class _Package(ModuleType):

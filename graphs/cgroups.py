@@ -29,7 +29,7 @@ def usable_cores() -> int:
 
 def cpu_quota() -> float | None:
     """CPU quota of this process in processors, None if unlimited."""
-    found = (_quota(version, place) for version, place in cgroup_folders("cpu"))
+    found = (_quota(version, folder) for version, folder in cgroup_folders("cpu"))
     return min((quota for quota in found if quota is not None), default=None)
 
 
@@ -47,9 +47,9 @@ def cgroup_folders(controller: str) -> Iterator[tuple[int, Path]]:
             continue
         root = _CGROUPS / controller if controllers else _CGROUPS
         inner = root / path.strip().lstrip("/")
-        for place in (inner, *inner.parents):
-            yield 1 if controllers else 2, place
-            if place == root:
+        for folder in (inner, *inner.parents):
+            yield 1 if controllers else 2, folder
+            if folder == root:
                 break
 
 
@@ -67,10 +67,10 @@ def lines_of(path: Path) -> list[str]:
         return []
 
 
-def _quota(version: int, place: Path) -> float | None:
+def _quota(version: int, folder: Path) -> float | None:
     if version == 1:
-        spent, period = (number_in(place / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        spent, period = (number_in(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     else:
-        words = "".join(lines_of(place / "cpu.max")).split()
+        words = "".join(lines_of(folder / "cpu.max")).split()
         spent, period = (int(w) if w.isdigit() else None for w in (*words, "", "")[:2])
     return spent / period if spent and period else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphs.buckets.axes import Bucket
-    from graphs.watch.events import CompileEvent
+    from graphs.watch.causes import CompileEvent
 
 __all__ = [
     "BucketFileError",
@@ -78,9 +78,9 @@ class BucketOverflow(ValueError):
     def __init__(self, need: Mapping[str, int], largest: Bucket, remedy: str = "") -> None:
         self.need = dict(need)
         self.largest = largest
-        wanted = " ".join(f"{name}={size}" for name, size in need.items())
+        sizes = " ".join(f"{name}={size}" for name, size in need.items())
         remedy = remedy or "cut the step into smaller ones, or add a larger bucket"
-        super().__init__(f"need {wanted} fits no bucket, the largest is {largest}; {remedy}")
+        super().__init__(f"need {sizes} fits no bucket, the largest is {largest}; {remedy}")
 
 
 class BucketFileError(ValueError):

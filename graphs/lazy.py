@@ -11,15 +11,15 @@ __all__ = ["lazy_names"]
 
 
 def lazy_names(
-    package: str, places: Mapping[str, str]
+    package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` for a package that imports its modules on first access.
 
     Args:
         package: ``__name__`` of the package.
-        places: names by module of the package, separated by spaces.
+        modules: names by module of the package, separated by spaces.
     """
-    module_of = {name: module for module, names in places.items() for name in names.split()}
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def import_name(name: str) -> Any:
         if name not in module_of:

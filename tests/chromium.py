@@ -24,7 +24,7 @@ def find_chromium() -> str | None:
 
 
 class Chromium:
-    """One page in one browser, as the DevTools protocol tells of it; use it in a `with` statement.
+    """One page in one browser, over the DevTools protocol; use it in a `with` statement.
 
     `requests` are the addresses that pages asked for, `complaints` their console messages and
     exceptions.
@@ -114,7 +114,7 @@ class Chromium:
         while b"\0" not in self._buffer:
             chunk = os.read(self._from, 1 << 16)
             if not chunk:
-                raise RuntimeError("Chromium has ended")
+                raise RuntimeError("Chromium has exited")
             self._buffer += chunk
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)

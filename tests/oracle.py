@@ -40,8 +40,8 @@ class Shape:
         return self.cache_dtype or self.dtype
 
 
-def keep(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Rows ``[..., D]`` as a cache of that dtype holds them, their scales, and as they are read."""
+def store(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return rows ``[..., D]`` as a cache of that dtype stores them, their scales, and as read."""
     if dtype not in LARGEST:
         return rows.to(dtype), None, rows.to(dtype)
     scale = rows.float().abs().amax(-1) / LARGEST[dtype]
@@ -147,7 +147,7 @@ class Scene:
         self.queries.append(query)
 
     def random(self, count: int = 5) -> Scene:
-        """``count`` random requests, some behind a common prefix."""
+        """``count`` random requests, some with a common prefix."""
         self.share_prefix(int(self.rng.integers(1, 3)))
         for _ in range(count):
             context = int(self.rng.integers(0, max(3 * self.shape.block_size, 12) + 1))
@@ -184,9 +184,9 @@ class Scene:
         """out ``[tokens, H, D]`` and lse ``[tokens, H]`` of all requests; features: see `dense`."""
         stored, outs, sums = self.shape.stored, [], []
         for query, key, value in zip(self.queries, self.keys, self.values, strict=True):
-            keys = keep(key, stored)[2]
+            keys = store(key, stored)[2]
             latent = None if value_projection is None else value_projection.shape[1]
-            values = keys[..., :latent] if value is None else keep(value, stored)[2]
+            values = keys[..., :latent] if value is None else store(value, stored)[2]
             out, lse = dense(query, keys, values, dtype=dtype, **features)
             outs.append(out)
             sums.append(lse)
@@ -223,7 +223,7 @@ class Scene:
         self, cache: Tensor | None, scale: Tensor | None, slots: list[int], rows: Tensor
     ) -> None:
         assert cache is not None
-        stored, scales, _ = keep(rows[: len(slots)], cache.dtype)
+        stored, scales, _ = store(rows[: len(slots)], cache.dtype)
         cache[slots] = stored
         if scale is not None and scales is not None:
             scale[slots] = scales

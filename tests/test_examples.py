@@ -100,7 +100,7 @@ def _run_python_blocks(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_python_of_a_page_stands_where_it_is_not_run(page):
+def test_a_page_has_no_python_that_is_not_run(page):
     rest = PYTHON_BLOCK.sub("", page.read_text(encoding="utf-8"))
     assert not re.search(r"^[ >]*[`~]{3,} *i?py", rest, re.MULTILINE | re.IGNORECASE)
     assert ">>> " not in rest

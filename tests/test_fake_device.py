@@ -85,12 +85,12 @@ def test_numpy_cannot_read_it(ones):
         ones.numpy()
 
 
-def test_what_nobody_waits_for_comes_as_late_as_it_may(ones):
+def test_a_copy_without_a_wait_finishes_as_late_as_possible(ones):
     here, arrived = torch.zeros(3, 4), torch.Event(ones.device)
     before = counts()
     here.copy_(ones, non_blocking=True)
     arrived.record()
-    ones.add_(1)  # behind the copy
+    ones.add_(1)  # after the copy
     late = here.clone()
     assert not arrived.query()
     arrived.synchronize()

@@ -76,7 +76,7 @@ def test_the_contiguous_loop_equals_plain_generate(example, model, prompts, expe
 
 
 def test_finished_texts_make_room_for_the_others(example, model, prompts, expected):
-    """Two blocks more than the prompts take are enough, because ended texts give up theirs."""
+    """Two blocks more than the prompts take are enough, because finished texts free theirs."""
     size = 16
     num_blocks = 1 + sum(-(-len(prompt) // size) for prompt in prompts)
     with pytest.raises(OutOfBlocks):

@@ -1,4 +1,4 @@
-"""The usual tiles for sm_90 beside those for all other devices, on one device."""
+"""Compares the usual tiles for sm_90 with those for all other devices, on one device."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def row(kind: Kind, device: torch.device, rounds: int, calls: int) -> dict[str, 
     call, plans = _call_and_plans(kind, device)
     with ThreadPoolExecutor(len(plans)) as threads:
         list(threads.map(partial(compiled, call), plans.values()))
-    forms = {name: partial(_attend, attend, call, each) for name, each in plans.items()}
-    seconds, _ = medians(forms, rounds, calls, device)
+    kernels = {name: partial(_attend, attend, call, each) for name, each in plans.items()}
+    seconds, _ = medians(kernels, rounds, calls, device)
     return {
         "kind": kind._asdict(),
         "plans": {name: [*each.tile, each.splits] for name, each in plans.items()},
@@ -90,8 +90,8 @@ def _call_and_plans(kind: Kind, device: torch.device) -> tuple[Any, dict[str, An
     return call, {name: plan(problem, chip) for name, chip in chips.items()}
 
 
-def told(row: dict[str, Any]) -> str:
-    """A row in words."""
+def format_row(row: dict[str, Any]) -> str:
+    """Return a row as text."""
     kind, seconds = Kind(**row["kind"]), row["seconds"]
     dtype = kind.dtype if kind.codes == "none" else kind.codes
     sizes = {

@@ -1,4 +1,4 @@
-"""Interleaved times on a device: of a recorded graph of several calls, waited for once a round."""
+"""Interleaved times on a device: a recorded graph of several calls, one wait per round."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-Form = Callable[[int], object]
-"""A call of one form, which is given the number of the call."""
+Kernel = Callable[[int], object]
+"""One call of a kernel; takes the number of the call."""
 
 
 def medians(
-    forms: Mapping[str, Form], rounds: int, calls: int, device: torch.device
+    kernels: Mapping[str, Kernel], rounds: int, calls: int, device: torch.device
 ) -> tuple[dict[str, float], list[str]]:
-    """Median seconds of a call of each form, and the forms whose calls the host made on CUDA.
+    """Return median seconds per call, and the kernels whose calls the host made on CUDA.
 
     On CUDA calls are replayed from a graph, as an engine has them, so the time is the device's;
-    elsewhere, and where a form cannot be recorded, the host makes each call, and the time of a
+    elsewhere, and where a kernel cannot be recorded, the host makes each call, and the time of a
     short one is the host's.
     """
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    runs = {name: _several(form, calls, device) for name, form in forms.items()}
+    times: dict[str, list[float]] = {name: [] for name in kernels}
+    runs = {name: _several(kernel, calls, device) for name, kernel in kernels.items()}
     by_host = [name for name, (_, replays) in runs.items() if not replays]
     for _ in range(rounds):
         for name, (run, _) in runs.items():
@@ -35,24 +35,24 @@ def medians(
     return seconds, by_host if device.type == "cuda" else []
 
 
-def host_seconds(form: Form, calls: int, device: torch.device) -> float:
+def host_seconds(kernel: Kernel, calls: int, device: torch.device) -> float:
     """Seconds that the host takes to make a call, without waiting for the device."""
-    form(0)
+    kernel(0)
     torch.accelerator.synchronize(device)
     started = time.perf_counter()
     for number in range(calls):
-        form(number)
+        kernel(number)
     spent = time.perf_counter() - started
     torch.accelerator.synchronize(device)
     return spent / calls
 
 
-def _several(form: Form, calls: int, device: torch.device) -> tuple[Callable[[], None], bool]:
-    """Makes several calls; whether by a replay."""
+def _several(kernel: Kernel, calls: int, device: torch.device) -> tuple[Callable[[], None], bool]:
+    """Return a function that makes several calls, and whether it replays them."""
 
     def run() -> None:
         for number in range(calls):
-            form(number)
+            kernel(number)
 
     run()  # compiles, allocates
     if device.type != "cuda":

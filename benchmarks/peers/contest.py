@@ -1,4 +1,4 @@
-"""The systems that are compared, started; one that fails leaves, and its reason stays."""
+"""The systems that are compared, started; one that fails is left out with its reason."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from peers.systems import System, Task
 
 
 class Contest:
-    """Servers of a task by name, of which one runs at a time. Leaving the context ends them all.
+    """Servers of a task by name, of which one runs at a time. Leaving the context stops all.
 
     Attributes:
         servers: those that serve.
         gone: why the others do not.
-        cold: starts with nothing kept from an earlier one.
-        second: the starts after these, or after what an earlier contest has kept.
+        cold: starts with empty caches.
+        second: the starts after these, or after an earlier contest.
     """
 
     def __init__(self, task: Task) -> None:
@@ -38,7 +38,7 @@ class Contest:
             server.close()
 
     def start(self, system: System, is_warm: bool) -> None:
-        """Starts it with nothing kept (unless ``is_warm``), ends it, and starts it to serve."""
+        """Start it with empty caches (unless ``is_warm``), stop it, and start it to serve."""
         name = system.name
         try:
             if not is_warm:

@@ -27,8 +27,8 @@ class Environment:
         """Its interpreter; raises `PeerGone` with pip's reason where it cannot be installed."""
         folder = cache / self.name
         python, stamp = folder / "bin/python", folder / ".installed"
-        wanted = "\n".join((TORCH, *self.packages))
-        if not stamp.is_file() or stamp.read_text() != wanted:
+        packages = "\n".join((TORCH, *self.packages))
+        if not stamp.is_file() or stamp.read_text() != packages:
             print(f"# installing {' '.join(self.packages)} in {folder}", file=sys.stderr)
             _run("making the environment", sys.executable, "-m", "venv", "--clear", str(folder))
             index = ["--retries", "1", "--extra-index-url", torch_index] if torch_index else []
@@ -37,7 +37,7 @@ class Environment:
             _drop_misfits(python)
             if self.with_ours:  # for its entry points: torch and numpy are the peer's
                 _run("pip", str(python), "-m", "pip", "install", "-q", "--no-deps", str(PROJECT))
-            stamp.write_text(wanted)
+            stamp.write_text(packages)
         return python
 
 

@@ -1,4 +1,4 @@
-"""A process and those it starts, as one: CPU seconds, memory, stopped and going on (Linux)."""
+"""Process groups on Linux: CPU seconds, memory, stop and continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def members(session: int) -> Iterator[int]:
 
 
 def cpu_seconds(session: int) -> float:
-    """Of its processes, and of their children that have ended."""
+    """Return CPU seconds of its processes, and of their children that have exited."""
     used = (_stat(pid)[11:15] for pid in members(session))
     return sum(int(ticks) for each in used for ticks in each) / _TICKS
 
@@ -34,7 +34,7 @@ def send(session: int, number: signal.Signals) -> None:
     for pid in [*members(session)]:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:  # it has just ended
+        except ProcessLookupError:  # it has just exited
             continue
 
 

@@ -1,4 +1,4 @@
-"""The weights that all serve: a directory, or SmolLM2-135M's architecture with drawn weights."""
+"""The weights that all serve: a directory, or SmolLM2-135M's architecture with random weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model_directory(given: Path | None, cache: Path) -> Path:
 
 
 def _save(folder: Path) -> None:
-    """Weights are drawn as `compiled_attn.models.default_model` does, and saved as bfloat16.
+    """Weights are random as those of `compiled_attn.models.default_model` and saved as bfloat16.
 
     So float32 and bfloat16 serve the same numbers.
     """

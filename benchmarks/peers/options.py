@@ -15,7 +15,7 @@ from peers.workloads import NAMES, TRACE
 def parser_of(doc: str, module: str) -> argparse.ArgumentParser:
     """What each contest can be asked; a contest may add to it."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: drawn SmolLM2-135M")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: random SmolLM2-135M")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -24,7 +24,7 @@ def parser_of(doc: str, module: str) -> argparse.ArgumentParser:
     parser.add_argument("--torch-index", metavar="URL", help="has CPU builds of torch, for pip")
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", default=cache_folder("compiled-attn-peers"),
-        help="environments, weights, and what starts keep (default: %(default)s)",
+        help="environments, weights, and caches (default: %(default)s)",
     )  # fmt: skip
     return parser
 

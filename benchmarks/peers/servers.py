@@ -71,10 +71,10 @@ class Server:
         groups.send(self._process.pid, signal.SIGCONT)
         before = self._cpu_seconds()
         print(json.dumps({"prompts": prompts, "new": new}), file=self._process.stdin, flush=True)
-        told = self._answer()
+        answer = self._answer()
         spent = self._cpu_seconds() - before
         groups.send(self._process.pid, signal.SIGSTOP)
-        return Served(told["seconds"], spent, told["tokens"])
+        return Served(answer["seconds"], spent, answer["tokens"])
 
     @property
     def peak_bytes(self) -> int:
@@ -92,8 +92,8 @@ class Server:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
-            told: dict[str, Any] = json.loads(line)
-            return told
+            answer: dict[str, Any] = json.loads(line)
+            return answer
         code = self._process.wait()
         raise PeerGone(f"{_ended(code)}; {self._last_words()} (see {self._log})")
 

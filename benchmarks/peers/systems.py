@@ -12,7 +12,7 @@ from peers.environments import Environment
 from peers.servers import Server
 
 KV_BYTES = 2 * 2**30
-"""Of keys and values that each may keep, where it can be told."""
+"""Size of each KV cache, where a system has an option for it."""
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 
@@ -43,7 +43,7 @@ class System:
         return max(task.threads, self.least_bfloat16_threads if task.dtype == "bfloat16" else 1)
 
     def state(self, task: Task) -> Path:
-        """Whatever it keeps from one start to the next, its compile caches too."""
+        """Return the folder of what it caches between starts, such as compiled kernels."""
         return task.cache / "state" / f"{self.name}-{task.model.name}-{task.dtype}"
 
     def start(self, task: Task) -> Server:

@@ -14,11 +14,11 @@ from peers.workloads import Workload
 
 def heading(what: str) -> str:
     """What is measured, date and machine."""
-    told = surroundings()
-    machine = told["machine"]
+    found = surroundings()
+    machine = found["machine"]
     units = [name for name in ("avx512", "amx") if machine[name]]
     return (
-        f"# {what}, {told['date'][:10]}, {' '.join((machine['cpu'], *units))}, "
+        f"# {what}, {found['date'][:10]}, {' '.join((machine['cpu'], *units))}, "
         f"{machine['usable_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
     )
 
@@ -48,8 +48,8 @@ def starts(contest: Contest) -> Iterator[str]:
     yield f"{'':16}{times}{'peak GiB':>10}  versions"
     for name, server in contest.servers.items():
         cold, second = (_cost(each.get(name)) for each in (contest.cold, contest.second))
-        told = contest.second[name].versions.items()
-        versions = ", ".join(f"{package} {version}" for package, version in told)
+        installed = contest.second[name].versions.items()
+        versions = ", ".join(f"{package} {version}" for package, version in installed)
         yield f"{name:16}{cold}   {second}{server.peak_bytes / 2**30:10.1f}  {versions}"
     for name, reason in contest.gone.items():
         yield f"{name} is left out: {reason}"

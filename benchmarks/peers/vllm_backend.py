@@ -31,7 +31,7 @@ OURS = System("vllm-ours", "vllm", _BOTH, variables=(("COMPILED_ATTN_VLLM", "1")
 
 def main() -> int:
     """Prints a table of each dtype; 1 if tokens differ that must not, or one does not serve."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nobody else ends what is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would remain
     options = parser_of(__doc__, "peers.vllm_backend").parse_args()
     agreed = True
     for task in tasks(options):

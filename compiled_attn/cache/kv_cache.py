@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache import huge_pages
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
 
@@ -89,12 +90,11 @@ class PagedKVCache(nn.Module):
         shapes: Sequence[KVShape] | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.num_layers = num_layers
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_layers = whole("num_layers", num_layers, 1)
+        self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
+        self.block_size = whole("block_size", block_size, 1)
+        self.num_kv_heads = whole("num_kv_heads", num_kv_heads, 1)
+        self.head_dim = whole("head_dim", head_dim, 1)
         self.has_value = has_value
         self.is_quantised = dtype in QUANTISED
         alike = KVShape(num_kv_heads, head_dim, head_dim if has_value else None)
@@ -140,7 +140,6 @@ class PagedKVCache(nn.Module):
         return self.shapes[layer].value_dim is not None
 
     def _home(self, layer: int) -> int:
-        """The layer that stores the keys and values of this one."""
         same = self.shapes[layer].same_as if 0 <= layer < self.num_layers else None
         return layer if same is None else same
 
@@ -177,21 +176,6 @@ class PagedKVCache(nn.Module):
             f"layers={self.num_layers}, blocks={self.num_blocks}, block_size={self.block_size}, "
             f"kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, dtype={self.dtype}"
         )
-
-
-def _check_sizes(
-    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-) -> None:
-    sizes = {
-        "num_layers": (num_layers, 1),
-        "num_blocks": (num_blocks, 2),
-        "block_size": (block_size, 1),
-        "num_kv_heads": (num_kv_heads, 1),
-        "head_dim": (head_dim, 1),
-    }
-    for name, (size, least) in sizes.items():
-        if size < least:
-            raise ValueError(f"{name} must be at least {least}, got {size}: choose a larger {name}")
 
 
 def _check_shapes(shapes: tuple[KVShape, ...], num_layers: int) -> None:

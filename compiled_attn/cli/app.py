@@ -16,7 +16,6 @@ from compiled_attn.cli.options import (
     PlanOptions,
     RunOptions,
     ServeOptions,
-    TuneOptions,
     taking,
 )
 
@@ -44,8 +43,8 @@ def _examples(*commands: str) -> str:
     return "\n\n".join(["Examples:", *commands])
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"{_NAME} {__version__}")
         import torch  # takes seconds
 
@@ -147,24 +146,6 @@ def plan(options: PlanOptions) -> int:
     from compiled_attn.cli.plan import run_plan
 
     return run_plan(options)
-
-
-@app.command(
-    epilog=_examples(
-        "compiled-attn tune smollm2",
-        "compiled-attn tune path/to/model --threads 1",
-    )
-)
-@taking(TuneOptions)
-def tune(options: TuneOptions) -> int:
-    """Measure again which variants of a model's linear layers are fastest on this machine.
-
-    An engine measures each layer once, and stores the result next to the kernel library; this
-    discards all results and measures the layers of the model. Ends with 2 on bad input.
-    """
-    from compiled_attn.cli.tune import run_tune
-
-    return run_tune(options)
 
 
 @app.command(add_help_option=False, context_settings=_GRAPHS_SETTINGS)

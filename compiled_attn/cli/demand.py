@@ -15,7 +15,7 @@ from compiled_attn.engine.sizing import Sizing
 from compiled_attn.errors import ConfigError
 from compiled_attn.text import Answer, Prompt, Tokenizer
 from compiled_attn.text.tokenizer import check_messages
-from compiled_attn.workloads import Arrival, prompts, read_trace, synthetic
+from compiled_attn.workloads import prompts, read_trace, synthetic
 from graphs.errors import parse_json, quoted
 
 __all__ = ["Demand", "Texts", "demand_of", "texts_of"]
@@ -90,7 +90,11 @@ def demand_of(options: RunOptions, sizing: Sizing, texts: Texts | None) -> Deman
         tokens = [texts.tokenizer.encode(prompt) for prompt in texts.prompts]
         lengths = [options.max_new_tokens] * len(tokens)
         return Demand(tokens, _sampling(options, lengths))
-    arrivals, summary = fitted_arrivals(options, _drawn_or_read(options), sizing)
+    if options.trace is not None:
+        arrivals = read_trace(options.trace, options.requests)
+    else:
+        arrivals = synthetic(options.demand or "chat", options.requests, options.seed)
+    arrivals, summary = fitted_arrivals(options, arrivals, sizing)
     speed = options.speed
     return Demand(
         prompts(arrivals, sizing.vocab, options.seed),
@@ -98,12 +102,6 @@ def demand_of(options: RunOptions, sizing: Sizing, texts: Texts | None) -> Deman
         None if speed is None else [arrival.arrival_s / speed for arrival in arrivals],
         summary,
     )
-
-
-def _drawn_or_read(options: RunOptions) -> list[Arrival]:
-    if options.trace is not None:
-        return read_trace(options.trace, options.requests)
-    return synthetic(options.demand or "chat", options.requests, options.seed)
 
 
 def _sampling(options: RunOptions, lengths: Sequence[int]) -> list[SamplingParams]:

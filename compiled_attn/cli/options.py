@@ -22,7 +22,6 @@ __all__ = [
     "SamplingOptions",
     "ServeOptions",
     "ServingOptions",
-    "TuneOptions",
     "settings_of",
     "taking",
 ]
@@ -81,14 +80,13 @@ _THREADS = option(
     min=1,
     max=_MAX_THREADS,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    """The options of ``compiled-attn tune``."""
-
-    model: Path | None = _MODEL
-    threads: int | None = _THREADS
+_STORE = option(
+    _ENGINE,
+    None,
+    f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
+    metavar="DIR",
+)
+_NO_STORE = option(_ENGINE, False, "Compile all graphs, and store none.", "--no-store")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +185,8 @@ class ServeOptions(ModelOptions):
     access_log: bool = option(
         _DEMAND, False, "Write a JSON line to stdout for each request.", "--access-log"
     )
-    store: Path | None = option(
-        _ENGINE,
-        None,
-        f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
-        metavar="DIR",
-    )
-    no_store: bool = option(_ENGINE, False, "Compile all graphs, and store none.", "--no-store")
+    store: Path | None = _STORE
+    no_store: bool = _NO_STORE
     strict: bool = setting("strict")
     buckets: Path | None = setting("buckets", metavar="FILE")
     max_seqs: int = setting("max_seqs")
@@ -250,15 +243,9 @@ class RunOptions(SamplingOptions, ServingOptions):
         "prompt may be longer than the cache of one; by default the weights are divided.",
         "--context-parallel",
     )
-    store: Path | None = option(
-        _ENGINE,
-        None,
-        f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
-        metavar="DIR",
-    )
-    no_store: bool = option(_ENGINE, False, "Compile all graphs, and store none.", "--no-store")
+    store: Path | None = _STORE
+    no_store: bool = _NO_STORE
     threads: int | None = _THREADS
-    warmup_workers: int = setting("warmup_workers", metavar="N")
     warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
     defrag_waste: float | None = setting("defrag_waste", metavar="SHARE")
     buckets: Path | None = setting("buckets", metavar="FILE")
@@ -291,18 +278,6 @@ class PlanOptions(ServingOptions):
     )
     requests: int | None = option(
         _DEMAND, None, "Requests to read; by default all.", metavar="N", min=1
-    )
-    metrics: Path | None = option(
-        _DEMAND,
-        None,
-        "With --format: what vLLM's /metrics gave, instead of a trace.",
-        metavar="FILE",
-    )
-    request_log: Path | None = option(
-        _DEMAND,
-        None,
-        "With --format: vLLM's log at DEBUG with --enable-log-requests, instead of a trace.",
-        metavar="FILE",
     )
     format: str | None = option(
         _RESULT,

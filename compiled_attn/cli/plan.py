@@ -16,10 +16,9 @@ from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sizing import LAYOUTS, Sizing, StepSize, step_limits, work_of
 from compiled_attn.planner import CostModel, Demand, PlanReport, read_demand
-from compiled_attn.planner import plan as choose
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
-from compiled_attn.planner.simulator.kinds import StepKind, step_kind, within
-from compiled_attn.planner.simulator.ladders import Comparison, compare
+from compiled_attn.planner.simulator.kinds import StepKind, step_kind
+from compiled_attn.planner.simulator.ladders import SplitPlan
 from compiled_attn.workloads import read_trace
 from graphs import to_file
 
@@ -47,25 +46,21 @@ def run_plan(options: PlanOptions) -> int:
         sizing, engine, steps = _engine(options, recorded)
         if recorded is not None:
             _check_limits(options, recorded, steps)
-            needs = _compared(options, sizing, steps, recorded)
+            needs = recorded
         else:
             assert options.trace is not None
-            simulated = _simulated(options, options.trace, sizing, engine)
-            needs = _compared(options, sizing, steps, simulated[steps.name])
-        _write(options, steps, needs)
+            needs = _simulated(options, options.trace, sizing, engine)[steps.name]
+        found = SplitPlan(steps, needs, sizing.buckets, options.max_graphs, options.rho or None)
+        _print(found, options.max_graphs)
+        _write(options, found)
     return 0
 
 
 def _refuse_contradictions(options: PlanOptions) -> None:
-    if options.format is None:
-        for name in ("metrics", "request_log"):
-            if getattr(options, name) is not None:
-                flag = name.replace("_", "-")
-                raise UserError(f"expected --{flag} with --format only: name an engine, or drop it")
     if options.format is None and (options.trace is None) == (options.demand is None):
         got = "neither" if options.trace is None else "both"
         raise UserError(f"expected one of --trace and --demand, got {got}: choose what to plan for")
-    if options.trace is None and options.metrics is None and options.request_log is None:
+    if options.trace is None:
         for name in ("requests", "scale", "speed", "concurrency"):
             if getattr(options, name) is not None:
                 raise UserError(f"expected --{name} with --trace only: give one, or leave it out")
@@ -87,34 +82,10 @@ def _check_limits(options: PlanOptions, needs: Demand, steps: StepKind) -> None:
             )
 
 
-def _compared(options: PlanOptions, sizing: Sizing, steps: StepKind, needs: Demand) -> Demand:
-    """Print the strategies' waste on the second half; returns the needs within the axes."""
-    fitting, cut = within(needs, steps.axes)
-    first, second = needs.project(steps.names).halves()
-    default = {"engine's default": sizing.buckets}
-    found = compare(
-        steps,
-        first,
-        second,
-        options.max_graphs,
-        others=default,
-        rho=options.rho or None,
-    )
-    _print(found, fitting, cut)
-    return fitting
-
-
-def _write(options: PlanOptions, steps: StepKind, needs: Demand) -> None:
+def _write(options: PlanOptions, found: SplitPlan) -> None:
     if options.out is None:
         return
-    report = choose(
-        steps.with_largest_usual(needs),
-        steps.cost,
-        options.max_graphs,
-        axes=steps.axes,
-        legal=steps.legal,
-        rho=options.rho or None,
-    )
+    report = found.whole()
     print(f"{len(report.space)} buckets, planned on both halves: waste {report.waste:.1%}")
     to_file(report.space, options.out)
     print(f"written: compiled-attn run --buckets {options.out}")
@@ -177,13 +148,13 @@ def _simulated(
     return found.needs
 
 
-def _print(found: Comparison, needs: Demand, cut: float) -> None:
+def _print(found: SplitPlan, max_graphs: int) -> None:
     console = Console()
     table = Table(title="Second half of the steps, planned on the first", title_justify="left")
     table.add_column("strategy", no_wrap=True)
     for name in ("buckets", "never used", "waste", "worst need", "missed"):
         table.add_column(name, justify="right")
-    for name, judged in found.judged.items():
+    for name, judged in found.judged(max_graphs).items():
         table.add_row(
             name,
             str(judged.graphs),
@@ -193,7 +164,7 @@ def _print(found: Comparison, needs: Demand, cut: float) -> None:
             f"{judged.missed:.1%}",
         )
     console.print(table)
-    for line in _remarks(found.plan, needs, cut):
+    for line in _remarks(found.early, found.fitting, found.outside):
         console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -14,15 +15,12 @@ from compiled_attn.contrib.versions import is_tested, listed
 from compiled_attn.planner import Demand
 from compiled_attn.planner.formats import FORMATS, Format, needs_of, planned_for
 from compiled_attn.planner.formats.base import EnginePart, EnginePlan, Limits
-from compiled_attn.planner.formats.metrics import sample_requests, step_tokens
-from compiled_attn.planner.formats.request_log import read_request_log
-from compiled_attn.workloads import Arrival, read_trace
+from compiled_attn.workloads import read_trace
 from compiled_attn.workloads.arrival import fit, scaled
 
 __all__ = ["run_plan_for"]
 
-_TOKENS, _CONTEXT = 8192, 16384
-_SAMPLED = 2000  # requests, from metrics
+_TOKENS = 8192
 
 
 def run_plan_for(options: PlanOptions) -> int:
@@ -31,13 +29,10 @@ def run_plan_for(options: PlanOptions) -> int:
     if format is None:
         names = ", ".join(FORMATS)
         raise UserError(f"expected --format of {names}, got {options.format!r}: choose one")
-    sources = [options.trace, options.metrics, options.request_log]
-    if sum(each is not None for each in sources) != 1 or options.demand is not None:
-        raise UserError(
-            "expected one of --trace, --metrics and --request-log with --format: name one"
-        )
+    if options.trace is None or options.demand is not None:
+        raise UserError("expected --trace, and no --demand, with --format: give a trace")
     with bad_input():
-        limits, needs = _needs(options, format)
+        limits, needs = _needs(options, options.trace, format)
         plans = _plans(options, format.parts(limits), needs)
         text = format.write(plans)
     _print(options, plans)
@@ -51,14 +46,11 @@ def run_plan_for(options: PlanOptions) -> int:
     return 0
 
 
-def _needs(options: PlanOptions, format: Format) -> tuple[Limits, dict[str, Demand]]:
+def _needs(options: PlanOptions, trace: Path, format: Format) -> tuple[Limits, dict[str, Demand]]:
     """The engine's limits, and the needs of its steps by part."""
-    if options.metrics is not None and options.format == "vllm":
-        limits = _limits(options, options.context or _CONTEXT)
-        needs = step_tokens(options.metrics, limits.max_tokens)
-        print("sizes between the bounds of vLLM's histogram are assumed, both halves equal")
-        return limits, {part.name: needs for part in format.parts(limits)}
-    arrivals = _arrivals(options)
+    arrivals = read_trace(trace, options.requests)
+    if options.scale is not None:
+        arrivals = scaled(arrivals, options.scale)
     longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
     limits = _limits(options, options.context or longest)
     if longest > limits.context:
@@ -66,19 +58,6 @@ def _needs(options: PlanOptions, format: Format) -> tuple[Limits, dict[str, Dema
     parts = format.parts(limits)
     concurrency, speed = options.concurrency, options.speed
     return limits, needs_of(parts, arrivals, limits, speed=speed, concurrency=concurrency)
-
-
-def _arrivals(options: PlanOptions) -> list[Arrival]:
-    if options.trace is not None:
-        found = read_trace(options.trace, options.requests)
-    elif options.request_log is not None:
-        found = read_request_log(options.request_log)[: options.requests]
-    else:
-        assert options.metrics is not None
-        context = options.context or _CONTEXT
-        found = sample_requests(options.metrics, options.requests or _SAMPLED, context)
-        print("prompts and outputs are sampled independently: metrics do not pair them")
-    return found if options.scale is None else scaled(found, options.scale)
 
 
 def _limits(options: PlanOptions, context: int) -> Limits:

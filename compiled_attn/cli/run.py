@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from transformers import PreTrainedModel
 
 from compiled_attn.cli.demand import Demand, Texts, demand_of, texts_of
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, report_error
-from compiled_attn.cli.facts import facts_of
 from compiled_attn.cli.inputs import model_of, refuse_unavailable
-from compiled_attn.cli.live import ServingView, serving_view
+from compiled_attn.cli.live import ServingView
 from compiled_attn.cli.options import RunOptions, settings_of
 from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.cli.store import stored_backend
@@ -47,6 +47,7 @@ from graphs import (
 from graphs.capture.contract import Backend
 from graphs.cli.errors import refuse_unwritable
 from graphs.report import write_report
+from graphs.report.surroundings import surroundings
 
 __all__ = ["run_job"]
 
@@ -103,7 +104,7 @@ def _run(
     ranks: Ranks | None,
 ) -> int:
     leads = ranks is None or ranks.leads
-    screen, facts = Console(stderr=True, quiet=not leads), facts_of(model, asdict(options), waiting)
+    screen, facts = Console(stderr=True, quiet=not leads), _facts(options, model, waiting)
     with bad_input():
         config = _config(options, backend)
         text: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def _run(
         return _follow(engine)
     with bad_input():
         demand = demand_of(options, engine.sizing, texts)
-        view = serving_view(len(demand.prompts), screen)
+        view = ServingView(len(demand.prompts), screen)
         needs: list[str] = []
         results = engine.generate(
             demand.prompts,
@@ -160,6 +161,23 @@ def _run(
         shown = facts | ({"answers": [each.text for each in answers]} if texts else {})
         _write(options, shown, report, checked, engine, needs)
     return code or _verdict(report, options.strict)
+
+
+def _facts(options: RunOptions, model: PreTrainedModel, waiting: str) -> dict[str, Any]:
+    """Model, dtype, options and machine, as JSON-able values for the report."""
+    values = asdict(options).items()
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values}
+    return {
+        "model": {
+            "class": type(model).__name__,
+            "source": plain["model"] or "default",
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+        },
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "options": plain,
+        "waiting": waiting,
+        **surroundings(("transformers", "numpy", "compiled-attn")),
+    }
 
 
 def _print_begin(facts: dict[str, Any], demand: Demand) -> None:
@@ -225,7 +243,7 @@ def _recording(view: ServingView, needs: list[str]) -> Callable[[StepInfo], None
     def on_step(info: StepInfo) -> None:
         view(info)
         if info.step is not None:
-            needs.append(json.dumps(dict(info.step.wanted)) + "\n")
+            needs.append(json.dumps(dict(info.step.uncut_need)) + "\n")
 
     return on_step
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.errors import ModelRefused
 from compiled_attn.models.hf.shapes import calls_by_layer
@@ -50,12 +47,6 @@ class ContextExecutor(RankExecutor):
         self._share, self._group = BlockShare(ranks.rank, ranks.count), ranks.group
         _refuse_windows(model)
         super().__init__(ranks, model, replace(config, defrag_waste=1))
-
-    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
-        """See `Executor.finite_blocks`; the same on every rank."""
-        own = np.flatnonzero(self._share.has(blocks))
-        found = LocalExecutor.finite_blocks(self, self._share.local(blocks[own]).astype(np.int64))
-        return self.ranks.minimum(int(own[found]) if found < len(own) else len(blocks))
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         if self.kernel.name != "native":

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Status,
         TokenEvent,
     )
-    from compiled_attn.engine.sampler import sample, sample_rows
     from compiled_attn.engine.sampling import SamplingParams
     from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
     from compiled_attn.engine.stream import Stream
@@ -34,7 +33,6 @@ else:
         {
             "asynchronous": "AsyncEngine",
             "config": "ConfigError EngineConfig",
-            "sampler": "sample sample_rows",
             "engine": "Engine",
             "grammar": "Grammar",
             "handle": "RequestHandle",
@@ -69,6 +67,4 @@ __all__ = [
     "Stream",
     "TokenEvent",
     "TokenLogprobs",
-    "sample",
-    "sample_rows",
 ]

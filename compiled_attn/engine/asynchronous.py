@@ -146,12 +146,6 @@ class AsyncEngine:
         """
         return self._submitted([(prompt, [sampling or SamplingParams()])], salt)[0]
 
-    def submit_choices(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, salt: Salt = None
-    ) -> list[RequestHandle]:
-        """Queues the ``n`` continuations of a prompt, see `submit_together`."""
-        return self.submit_together([(prompt, sampling)], salt=salt)
-
     def submit_together(
         self, requests: Sequence[tuple[Sequence[int], SamplingParams]], *, salt: Salt = None
     ) -> list[RequestHandle]:
@@ -280,7 +274,6 @@ class AsyncEngine:
         return None if grammar is None else self._compiled_or_waited(grammar)
 
     def _compiled_or_waited(self, grammar: Grammar) -> Future[None] | None:
-        """None once it is compiled; an event loop does not wait for that."""
         compiled = self.compiled(grammar)
         if not compiled.done() and _is_in_event_loop():
             return compiled

@@ -15,15 +15,15 @@ __all__ = ["BlockMemory", "StepTables"]
 
 
 class StepTables:
-    """Keeps a `RequestTable` of blocks for the requests of a pool.
+    """Updates a `RequestTable` from the block tables of a pool.
 
-    From one step to the next a request gains a block now and then; only that is written. Rows of
-    requests that have gone are closed up, so that those of a step lie in order, and it can read
-    them in place. A torn table is given up with its pool.
+    Only blocks that a request gained since the last step are written. Rows of finished requests are
+    freed and the gaps closed, so that a step can read its rows in place. A rollback replaces the
+    tables together with their pool.
 
     Args:
-        pool: of the blocks.
-        max_requests: running requests at most.
+        pool: allocates the blocks.
+        max_requests: maximum number of running requests.
         max_blocks: blocks of the longest request.
     """
 
@@ -40,17 +40,16 @@ class StepTables:
     def of(
         self, request_ids: Iterable[Hashable], changed: Iterable[Hashable] | None = None
     ) -> RequestTable:
-        """The table, in which the rows of these requests are as the pool has them.
+        """Returns the table after updating the rows of some requests.
 
         Args:
-            request_ids: of a step.
-            changed: those of them whose blocks may differ from when they were last asked for;
-                    None: all.
+            request_ids: requests of a step.
+            changed: requests whose blocks may have changed since the last call; None: all.
 
         Raises:
             UnknownRequest: a request is not in the pool.
         """
-        if self._swaps != self._pool.num_exchanges:  # blocks were moved, whoever did it
+        if self._swaps != self._pool.num_exchanges:  # blocks were moved
             self._forget_blocks()
             changed = None
         table_of, seen = self._pool.table, self._seen
@@ -74,7 +73,6 @@ class StepTables:
         return self._rows
 
     def _begin(self, request_id: Hashable) -> None:
-        """Adds an empty row."""
         if request_id in self._rows:
             self._rows.remove(request_id)
         if not self._rows.num_free:
@@ -82,7 +80,6 @@ class StepTables:
         self._rows.add(request_id)
 
     def _close_up(self) -> None:
-        """Frees the rows of requests that have finished."""
         for gone in [each for each in self._seen if each not in self._pool]:
             self._rows.remove(gone)
             del self._seen[gone]
@@ -94,11 +91,11 @@ _MAXIMA = "high_water peak_used"
 
 
 class BlockMemory:
-    """A block pool, and the copies that its moves need in the cache of an executor.
+    """Allocates the blocks of an executor's cache, and defragments them.
 
     Args:
-        executor: whose cache it is.
-        config: of the engine.
+        executor: owns the cache and copies blocks.
+        config: configuration of the engine.
 
     Attributes:
         pool: allocates blocks.
@@ -112,17 +109,17 @@ class BlockMemory:
         self._renew(self._new_pool(), None)
 
     def settle(self) -> None:
-        """Performs a bounded defragmentation before a step, if one is due.
+        """Defragments a bounded number of blocks before a step, if that is due.
 
-        Tables read before are out of date after it.
+        Tables read before are stale afterwards.
         """
         if self.defragmenter is not None and self.defragmenter.is_due:
             self.defragmenter.defragment()
 
     def reset(self) -> None:
-        """Replaces the pool by an empty one, whatever state an exception left it in.
+        """Replaces the pool by an empty one; works in any state that an exception left.
 
-        Statistics are kept.
+        The statistics are not reset.
         """
         past = self._stats_if_whole()
         self._renew(self._new_pool(), past)
@@ -132,14 +129,6 @@ class BlockMemory:
     ) -> RequestTable:
         """Returns the block table of these requests, see `StepTables`."""
         return self._tables.of(request_ids, changed)
-
-    def sound_hits(self, request_id: Hashable) -> int:
-        """Counts the blocks that a request found in the prefix cache and that precede the first one
-        that is not finite: later requests may still share them after this one failed.
-        """
-        table = self.pool.table(request_id)
-        hits = table.num_cached_tokens // table.block_size
-        return self._executor.finite_blocks(table.array[:hits])
 
     def stats(self) -> PoolStats:
         """Returns the statistics of this pool and of those that it replaced."""
@@ -168,7 +157,7 @@ class BlockMemory:
             return self._past
 
     def _renew(self, pool: BlockPool, past: PoolStats | None) -> None:
-        running = min(self._config.max_seqs, pool.num_blocks - 1)  # each holds a block
+        running = min(self._config.max_seqs, pool.num_blocks - 1)  # each owns a block
         tables = StepTables(pool, running, self._executor.sizing.table_width)
         defragmenter = self._new_defragmenter(pool)
         if defragmenter is not None and self.defragmenter is not None:
@@ -193,6 +182,6 @@ class BlockMemory:
             pool,
             self._executor.copies,
             max_waste=waste,
-            min_gap=1 if waste == 0 else self._config.defrag_min_gap,
+            min_gap=1 if waste == 0 else 8,
             max_blocks=COPIES,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,11 +24,11 @@ class CacheSize:
     """The size of a KV cache, and the reason.
 
     Args:
-        dtype: of its elements.
-        bytes: of all its blocks, scales included.
-        blocks: null block included.
-        tokens: capacity.
-        why: the reason.
+        dtype: element type.
+        bytes: size of all blocks, scales included.
+        blocks: number of blocks, null block included.
+        tokens: capacity in tokens.
+        why: what determined the size.
     """
 
     dtype: str
@@ -47,7 +47,8 @@ class CacheSize:
         the next start: captured graphs depend on the size of the cache. On an accelerator, which
         nothing else uses, it is four fifths of the free memory, in 64ths of the total.
 
-        If several ``ranks`` share a context, it is the size of the cache of one.
+        Args:
+            ranks: ranks that divide a context; the size is that of one rank.
 
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
@@ -58,10 +59,6 @@ class CacheSize:
         _refuse_beyond_memory(model, config, blocks, block_bytes)
         name = str(slot.dtype).removeprefix("torch.")
         return CacheSize(name, blocks * block_bytes, blocks, (blocks - 1) * config.block_size, why)
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns the size as JSON-able values."""
-        return asdict(self)
 
 
 def memory_for(model: nn.Module) -> int | None:
@@ -96,7 +93,6 @@ def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
 
 
 def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yields limits of the default in bytes, each with its reason."""
     device = _device_of(model)
     free, total = free_bytes(device), machine_bytes(device)
     amount = "" if free is None else f"of {free / 2**30:.1f} GiB free"
@@ -115,11 +111,11 @@ def _refuse_beyond_memory(
     model: PreTrainedModel, config: EngineConfig, blocks: int, block_bytes: int
 ) -> None:
     """Checks before the allocation, as the system would promise more memory than there is."""
-    there, wanted = memory_for(model), blocks * block_bytes
-    if there is not None and wanted > there:
+    available, needed = memory_for(model), blocks * block_bytes
+    if available is not None and needed > available:
         raise ConfigError(
-            f"not enough memory: expected a KV cache of at most {there:,} bytes, which this "
-            f"machine has, got {wanted:,} bytes for {blocks} blocks of {config.block_size} "
+            f"not enough memory: expected a KV cache of at most {available:,} bytes, which this "
+            f"machine has, got {needed:,} bytes for {blocks} blocks of {config.block_size} "
             "tokens: lower num_blocks (--num-blocks), kv_memory (--kv-memory), block_size or the "
             "context"
         )

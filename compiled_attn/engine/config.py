@@ -98,13 +98,10 @@ class EngineConfig:
         "unused; 0: always, 1: never; by default 0.25 with the portable kernel, whose steps read "
         "the whole range, and never with the native one.",
     )
-    defrag_min_gap: int = setting(
-        8, "Move blocks only if at least this many of the range are unused.", least=1
-    )
     prefix_key: bytes | None = setting(
         None,
-        "Secret key of the hashes of block contents, so that nobody can guess those of another's "
-        "prompt; by default random for each engine.",
+        "Secret key of the hashes of block contents, so that no user can guess the "
+        "prompt of another; by default random for each engine.",
     )
     backend: str | Backend = setting(
         "inductor",
@@ -143,12 +140,6 @@ class EngineConfig:
         False,
         "Also count what other threads compile, build and capture during a step; by default other "
         "engines may warm up meanwhile.",
-    )
-    warmup_workers: int = setting(
-        1,
-        "Processes that compile, this one included. More than one are forks, for 'inductor' only; "
-        "they shorten the cold start of models of many layers.",
-        least=1,
     )
     warmup_journal: str | Path | None = setting(
         None, "File that records the result of each graph; a killed warmup continues from it."

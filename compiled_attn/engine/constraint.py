@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
 
-__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "without_grammars"]
+__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of", "without_grammars"]
 
 _LAST_ID = 2**31 - 1  # largest token id of any vocabulary
 
@@ -53,7 +53,7 @@ class Constraint:
 
     Args:
         grammars: compiles it.
-        grammar: of the request.
+        grammar: grammar of the request.
         prompt_len: tokens of its prompt, which the grammar ignores.
         ends: tokens that end it, which may come where the text may end, and only there.
         vocab: tokens of the model.
@@ -79,7 +79,7 @@ class Constraint:
         """Returns the matcher after a text, prompt included.
 
         Args:
-            text: that of the previous call, maybe with another last token and more tokens.
+            text: the text of the previous call, possibly with another last token and more tokens.
 
         Raises:
             ValueError: the grammar does not allow it.
@@ -112,6 +112,21 @@ def without_grammars(grammar: Grammar) -> ConfigError:
     )
 
 
+def constraint_of(
+    grammars: Grammars | None,
+    grammar: Grammar | None,
+    prompt_len: int,
+    ends: Collection[int],
+    vocab: int,
+) -> Constraint | None:
+    """Returns the `Constraint` of a request; None if it has no grammar."""
+    if grammar is None:
+        return None
+    if grammars is None:
+        raise without_grammars(grammar)
+    return Constraint(grammars, grammar, prompt_len, ends, vocab)
+
+
 def constrain(
     logits: Tensor, constraints: Sequence[Constraint | None], texts: Sequence[Sequence[int]]
 ) -> None:
@@ -126,17 +141,17 @@ def constrain(
     Raises:
         ValueError: see `Constraint.after`.
     """
-    held = {row: each for row, each in enumerate(constraints) if each is not None}
-    if not held:
+    active = {row: each for row, each in enumerate(constraints) if each is not None}
+    if not active:
         return
-    matchers = [each.after(texts[row]) for row, each in held.items()]
-    known = next(iter(held.values())).grammars.masks(matchers)
+    matchers = [each.after(texts[row]) for row, each in active.items()]
+    known = next(iter(active.values())).grammars.masks(matchers)
     masks = np.full((len(logits), -(-logits.shape[1] // 32)), -1, np.int32)
-    rows, words = [*held], min(masks.shape[1], known.shape[1])
+    rows, words = [*active], min(masks.shape[1], known.shape[1])
     masks[rows] = 0
     masks[rows, :words] = known[:, :words]
     banned = _bits(~masks)[:, : logits.shape[1]]
-    ends = [each.ends[each.ends < banned.shape[1]] for each in held.values()]
+    ends = [each.ends[each.ends < banned.shape[1]] for each in active.values()]
     counts = [len(each) for each in ends]
     waits = np.repeat([not matcher.is_completed() for matcher in matchers], counts)
     banned[np.repeat(rows, counts), np.concatenate(ends)] = waits

@@ -30,7 +30,7 @@ class NextTokens(nn.Module):
     """A model whose graph also returns the most likely tokens, and reads those of the last step.
 
     Args:
-        model: of the steps.
+        model: computes the logits.
 
     Shape (T tokens, L rows of logits):
         - last: ``[most rows]`` int64, the tokens of the last step
@@ -63,11 +63,13 @@ class DeviceSteps:
 
     Args:
         model: computes the steps.
-        buckets: of the steps.
+        buckets: buckets of the steps.
         spec: how steps are captured; sampling is not compiled, see `_spec_for_sampling`.
 
     Attributes:
-        module, options, others: see `compiled_attn.engine.local.Steps`.
+        module: captured for each bucket.
+        options: capture options.
+        others: further graphs.
     """
 
     def __init__(self, model: PagedCausalLM, buckets: BucketSpace, spec: CaptureSpec) -> None:
@@ -95,11 +97,11 @@ class DeviceSteps:
         )
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
-        """See `Steps`."""
+        """Returns inputs of padding alone, to capture a bucket with."""
         return [self._last, *self._staging.stage(self._batch(bucket))[: -len(SamplingRows._fields)]]
 
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> Sequence[RowResult]:
-        """See `Steps`."""
+        """See `Executor.launch`."""
         parts, rows = step.parts, self._rows[step.bucket]
         on_host = not all(parts.sequences[at].sampling.only_samples for at in parts.special)
         is_random = bool(parts.special) and not on_host
@@ -127,7 +129,7 @@ class DeviceSteps:
 
 
 def _spec_for_sampling(spec: CaptureSpec) -> CaptureSpec:
-    """How sampling is captured, given how steps are.
+    """Returns how sampling is captured, given how steps are.
 
     Nearly all of its time is sorting, for which compiled code calls torch too; and inductor of
     torch 2.11 fails on CUDA at the running sum of long rows.

@@ -18,7 +18,7 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
+from compiled_attn.engine.constraint import Constraint, Grammars, constraint_of
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
 from compiled_attn.engine.logprobs import RowResult
@@ -38,7 +38,7 @@ from compiled_attn.engine.sampling import (
 )
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
-from compiled_attn.engine.steps import StepRunner
+from compiled_attn.engine.steps import StepResult, StepRunner
 from compiled_attn.engine.stream import Stream, Workload, results_of
 from compiled_attn.engine.tally import Tally
 from compiled_attn.engine.transaction import Transactions, delayed_interrupt
@@ -63,8 +63,8 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
-        sentinel: what compiled since the warmup.
-        warmup_report: of the last warmup, None before it.
+        sentinel: counts compiles since the warmup.
+        warmup_report: report of the last warmup; None before it.
         restarts: how often a step or an abort was rolled back.
         prompt_tokens: tokens of all submitted prompts.
         is_streaming: whether a stream is open.
@@ -107,6 +107,7 @@ class Engine:
         self._ids = itertools.count()
         self._events: deque[TokenEvent] = deque()
         self._transactions = Transactions(self._rollback)
+        self._result: StepResult | None = None  # while it is committed
         self.is_streaming = False
         self.restarts = 0
         self.prompt_tokens = 0
@@ -172,9 +173,11 @@ class Engine:
             KeyboardInterrupt: at the end of the step; the next call returns its tokens.
         """
         self.advance()
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self.take_events()
+
+    def take_events(self) -> list[TokenEvent]:
+        """Removes and returns undelivered events, e.g. after `step` raised an exception."""
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def abort(self, request_id: int) -> None:
         """Drops a request that has not finished; its blocks are free at once.
@@ -264,11 +267,6 @@ class Engine:
         return set(self._requests)
 
     @property
-    def steps_ahead(self) -> int:
-        """Steps that were launched before the tokens of the previous one were read."""
-        return self._steps.ahead
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to return."""
         return bool(self._requests or self._events)
@@ -284,7 +282,7 @@ class Engine:
             prompt_tokens=self.prompt_tokens,
             preemptions=self.scheduler.preemptions,
             restarts=self.restarts,
-            steps_ahead=self.steps_ahead,
+            steps_ahead=self._steps.ahead,
         )
 
     def check(
@@ -300,12 +298,8 @@ class Engine:
         self._constraint(sampling, len(prompt))
 
     def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
-        if sampling.grammar is None:
-            return None
-        if self.grammars is None:
-            raise without_grammars(sampling.grammar)
         ends = self.end_tokens(sampling)
-        return Constraint(self.grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
+        return constraint_of(self.grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
 
     def enter(
         self,
@@ -337,7 +331,7 @@ class Engine:
             constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
         )
-        with delayed_interrupt(undo=lambda: self.drop({request_id})):  # nobody has its id then
+        with delayed_interrupt(undo=lambda: self.drop({request_id})):  # its id was not returned
             self._requests[request_id] = sequence
             self.scheduler.add(sequence)
             self.prompt_tokens += len(prompt)
@@ -349,20 +343,22 @@ class Engine:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
-        self._transactions.refuse_second()
         self.executor.check_unchanged()
-        self._transactions.run(self._run)
+        if not self._transactions.run(self._run):
+            raise RuntimeError(
+                "expected an idle engine, got a call from within a step, or from another thread: "
+                "let one thread step it"
+            )
 
     def drop(self, request_ids: set[int]) -> None:
         """Aborts those of the requests that are open, at once or before the next step."""
         self._dropped |= request_ids & self._requests.keys()
-        if self._dropped and not self._transactions.is_running:
+        if self._dropped:
             self._transactions.run(self._drop_all)
 
     def has_started(self, request_id: int) -> bool:
         """Whether the prompt of a request was computed, or it has finished."""
-        sequence = self._requests.get(request_id)
-        return sequence is None or sequence.generated > 0
+        return (found := self._requests.get(request_id)) is None or found.generated > 0
 
     def _run(self) -> None:
         self._drop_all()
@@ -370,10 +366,14 @@ class Engine:
             self._run_step()
 
     def _run_step(self) -> None:
-        result = self._steps.compute()
-        result.commit(self._requests, self.tally, self.scheduler, self.memory)
+        self._result = result = self._steps.compute()
+        result.commit(self._requests, self.tally, self.scheduler)
+        self._result = None
 
     def _rollback(self) -> None:
+        if self._result is not None:
+            self._result.complete(self._requests)
+            self._result = None
         self._steps.rollback()
         self.memory.reset()
         self.scheduler.restart(self.pool, self._requests.values())
@@ -395,6 +395,6 @@ class Engine:
                 check_lengths(self.sizing, sequence.prompt_len, sequence.sampling.max_new_tokens)
             except ConfigError as error:
                 row = RowResult(error=str(error))
-                sequence.apply(row, 0, time.perf_counter(), has_token=False, reason="error")
+                sequence.events.append(sequence.event(row, 0, time.perf_counter(), reason="error"))
                 self.drop({sequence.request_id})
                 self.tally.count_failure()

@@ -11,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from compiled_attn.cache.defrag import BlockCopies
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.logprobs import RowResult
@@ -34,17 +31,17 @@ class PlannedStep(NamedTuple):
     """A step that fits a captured bucket.
 
     Args:
-        parts: what it computes.
-        plan: its rows.
+        parts: scheduled tokens.
+        plan: rows of these tokens.
         bucket: the captured bucket.
-        wanted: sizes that the whole scheduled step needs; more than the parts if it was cut.
+        uncut_need: the need of the scheduled step before it was cut.
         started_s: when planning began, on the clock of `time.perf_counter`.
     """
 
     parts: ScheduledStep
     plan: Plan
     bucket: Bucket
-    wanted: dict[str, int]
+    uncut_need: dict[str, int]
     started_s: float = 0.0
 
 
@@ -53,11 +50,11 @@ class ExecutorReport:
     """Backend, kernel and fallbacks of an executor.
 
     Args:
-        backend: of the captured graphs.
-        kernel: of attention.
+        backend: backend of the captured graphs.
+        kernel: attention kernel.
         notes: why that kernel was chosen.
         fallbacks: degraded graphs, plus a kernel that could not be built.
-        steps: the warmup of the graphs of steps; None before it.
+        steps: warmup report of the step graphs; None before the warmup.
         ranks: processes that compute each step together.
     """
 
@@ -127,9 +124,6 @@ class Executor(Protocol):
         The token after a part that does not reach the end of its prompt is ignored; an error there
         is one of its request.
         """
-
-    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
-        """Counts how many of the physical ``blocks [n]`` precede the first that is not finite."""
 
     def report(self) -> ExecutorReport:
         """Reports backend, kernel and fallbacks."""

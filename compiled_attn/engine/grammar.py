@@ -17,8 +17,8 @@ class Grammar:
     """Constrains the text of an answer; made by one of the functions below.
 
     Args:
-        kind: of the text.
-        text: a schema as JSON, an expression, or rules.
+        kind: syntax of ``text``.
+        text: JSON schema, regular expression, or EBNF rules.
 
     Example::
 
@@ -36,7 +36,7 @@ class Grammar:
         ``additionalProperties``.
 
         Args:
-            schema: as a mapping, or as JSON.
+            schema: mapping, or JSON text.
 
         Raises:
             ValueError: it is neither.

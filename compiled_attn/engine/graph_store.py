@@ -53,10 +53,10 @@ class GraphStore:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Makes inductor compile into the store; restores the environment afterwards."""
-        wanted = {} if self.cache is None else self.cache.environment
-        before = {name: os.environ.get(name) for name in wanted}
+        variables = {} if self.cache is None else self.cache.environment
+        before = {name: os.environ.get(name) for name in variables}
         try:
-            os.environ.update(wanted)
+            os.environ.update(variables)
             yield
         finally:
             for name, value in before.items():
@@ -94,7 +94,7 @@ def store_of(backend: str | Backend, store: bool | str | Path | None) -> GraphSt
         store: its folder; True: the default one, or none if that fails; else none.
 
     Raises:
-        ConfigError: the folder that was asked for cannot be used, or not with this backend.
+        ConfigError: the configured folder cannot be used, or not with this backend.
     """
     if not isinstance(backend, str) or store is None or store is False:
         return GraphStore(backend)

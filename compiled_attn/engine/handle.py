@@ -92,7 +92,7 @@ class RequestHandle:
         Raises:
             RequestCancelled: it was cancelled.
             EngineStopped: its engine was stopped or failed.
-            TimeoutError: it has not finished by then, and keeps running.
+            TimeoutError: it has not finished by then; it continues to run.
             RuntimeError: it has not finished, and this is the thread that serves it.
         """
         self._wait(self._enders, self._is_over, timeout)
@@ -117,6 +117,17 @@ class RequestHandle:
                 yield event
         finally:
             self.cancel()
+
+    async def read(self) -> list[TokenEvent]:
+        """Waits for tokens and returns all that are unread; none after the last.
+
+        Raises as `result` does. A reader that stops early must call `cancel`.
+        """
+        await self._arrived(self._readers, self._has_news)
+        events: list[TokenEvent] = []
+        while (event := None if events and not self._events else self._take()) is not None:
+            events.append(event)
+        return events
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         try:

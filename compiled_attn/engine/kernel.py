@@ -56,7 +56,7 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
         ConfigError: it must be native and cannot; or it could be, but the build fails (strict).
     """
     if config.kernel == "portable":
-        return ChosenKernel("portable", {"native": "not asked for"})
+        return ChosenKernel("portable", {"native": "not requested"})
     lacks = _lacks(model, config)
     is_fallback = lacks is None
     device = model.device.type
@@ -110,8 +110,8 @@ def packs(
             f"({kernel.notes['native']}): choose weights 'auto' or 'plain'"
         )
     quantises = weights == "int8"
-    asked = as_int8 if quantises else as_packed
-    if is_required and not any(map(asked, packable(model))) and not packed:
+    packing = as_int8 if quantises else as_packed
+    if is_required and not any(map(packing, packable(model))) and not packed:
         dtypes = "bfloat16" if quantises else "bfloat16 or float32"
         raise ConfigError(
             f"expected weights of {dtypes} that can be packed (weights {weights!r}), got none: "
@@ -129,4 +129,4 @@ def packs(
         )
     if weights == "plain" or kernel.name != "native":
         return None
-    return asked if is_required else tuning().packing
+    return packing if is_required else tuning().packing

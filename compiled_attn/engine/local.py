@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -46,7 +44,7 @@ from graphs.capture.capture import resolve
 from graphs.capture.contract import CaptureSpec
 from graphs.torch_internals.replay.replay import Replays
 
-__all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
+__all__ = ["HostSteps", "LocalExecutor", "executor_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class LocalExecutor:
         timed_runs: how often a graph is run after its capture, to time it.
 
     Attributes:
-        config: as given.
+        config: the given configuration.
         sizing: context, blocks and buckets; after the warmup the buckets that were captured.
         schedules_ahead: see `Executor`.
         eos: end-of-sequence tokens of the model.
@@ -92,7 +90,7 @@ class LocalExecutor:
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"
-        self._steps: Steps = (
+        self._steps: HostSteps | DeviceSteps = (
             HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
         )
         self.graphs = WarmupManager(
@@ -100,7 +98,6 @@ class LocalExecutor:
             sizing.buckets,
             self._steps.padding,
             backend=spec,
-            workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.layout.symbolic,
             journal=config.warmup_journal,
             timed_runs=timed_runs,
@@ -168,7 +165,6 @@ class LocalExecutor:
         return whole
 
     def _captured(self) -> list[Bucket]:
-        """Returns the captured buckets; raises CaptureError if they do not suffice."""
         report = self.graphs.report or WarmupReport((), 0.0)
         captured = [result.bucket for result in report.captured]
         missing = [result for result in report.results if result.status != "captured"]
@@ -193,10 +189,10 @@ class LocalExecutor:
 
     def plan(self, step: ScheduledStep, table: RequestTable) -> PlannedStep:
         """See `Executor.plan`."""
-        parts, wanted, largest = step, None, None
+        parts, uncut, largest = step, None, None
         while True:
             plan = self._plan(parts, table)
-            wanted = wanted or plan.need
+            uncut = uncut or plan.need
             try:
                 bucket = self.graphs.bucket(**plan.need)
             except BucketOverflow as overflow:
@@ -206,23 +202,13 @@ class LocalExecutor:
                     raise
             else:
                 if parts is not step:
-                    self._log_cut(wanted, largest)
-                return PlannedStep(parts, plan, bucket, wanted)
+                    self._log_cut(uncut, largest)
+                return PlannedStep(parts, plan, bucket, uncut)
 
     def launch(self, step: PlannedStep) -> Sequence[RowResult]:
         """See `Executor.launch`."""
         with torch.no_grad():
             return self._steps.launch(self.graphs, step)
-
-    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
-        """See `Executor.finite_blocks`."""
-        at = torch.from_numpy(blocks).to(self.module.model.device)
-        sound = torch.ones_like(at, dtype=torch.bool)
-        for buffer in self.cache.buffers():
-            if buffer.is_floating_point():
-                values = buffer.unflatten(0, (self.cache.num_blocks, -1))[at]
-                sound &= torch.isfinite(values.float()).flatten(1).all(1)
-        return int(sound.cumprod(0).sum())
 
     def report(self) -> ExecutorReport:
         """See `Executor.report`."""
@@ -260,13 +246,13 @@ class LocalExecutor:
         )
         return self.sizing.layout.plan(rows)
 
-    def _log_cut(self, wanted: dict[str, int], largest: Bucket | None) -> None:
+    def _log_cut(self, uncut: dict[str, int], largest: Bucket | None) -> None:
         if not self._has_logged_cut:
             self._has_logged_cut = True
             _log.warning(
                 "no bucket fits a step that needs %s, so it is cut into smaller ones: the largest "
                 "bucket is %s; plan or add larger ones",
-                Bucket(**wanted),
+                Bucket(**uncut),
                 largest,
             )
 
@@ -293,32 +279,8 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
     return executor
 
 
-class Steps(Protocol):
-    """Runs the steps of a model from its graphs.
-
-    Attributes:
-        module: captured for each bucket.
-        options: of its capture.
-        others: further graphs.
-    """
-
-    module: nn.Module
-    options: Mapping[str, Any]
-    others: Sequence[WarmupManager]
-
-    def padding(self, bucket: Bucket) -> Any:
-        """Returns inputs of padding alone, to capture a bucket with."""
-
-    def launch(self, graphs: WarmupManager, step: PlannedStep) -> Sequence[RowResult]:
-        """See `Executor.launch`."""
-
-
 class HostSteps:
-    """Runs the steps of a model on the CPU; attributes are those of `Steps`.
-
-    Args:
-        model: computes the steps.
-    """
+    """Runs the steps of a model on the CPU, as `DeviceSteps` does on a device."""
 
     options: Mapping[str, Any] = {}
     others: Sequence[WarmupManager] = ()
@@ -328,7 +290,7 @@ class HostSteps:
         self.padding = model.layout.padding
 
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
-        """See `Steps`."""
+        """See `DeviceSteps.launch`."""
         logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
         return sample_step(logits, step.parts, step.plan.rows.logits)
 

@@ -39,7 +39,7 @@ class SeenTokens:
         """Returns ids ``[n]`` of the tokens of a text, and how often each was generated: views.
 
         Args:
-            text: that of the previous call, maybe with more tokens.
+            text: the text of the previous call, possibly with more tokens.
         """
         counted, self._counted = self._counted, -1  # an exception leaves it to be counted again
         if counted < 0:
@@ -73,10 +73,10 @@ class LogitRules:
     """The logit changes of one request, as arrays that are made once.
 
     Args:
-        params: its settings.
-        prompt_len: tokens of its prompt.
-        ends: tokens that end it.
-        constraint: its grammar, if it has one.
+        params: sampling settings.
+        prompt_len: tokens of the prompt.
+        ends: tokens that end the request.
+        constraint: grammar of the request, if any.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class LogitRules:
         biases = dict(params.logit_bias)
         self.bias_ids = np.array([*biases], np.int64)
         self.biases = np.array([*biases.values()], np.float64)
-        held = [end for end in ends if end >= 0] if params.min_tokens else []
-        self.ends = np.array(sorted(held), np.int64)
+        banned = [end for end in ends if end >= 0] if params.min_tokens else []
+        self.ends = np.array(sorted(banned), np.int64)
         self.seen = SeenTokens(prompt_len)
 
-    def held_ends(self, text: Sequence[int], vocab: int) -> NDArray[np.int64]:
+    def banned_ends(self, text: Sequence[int], vocab: int) -> NDArray[np.int64]:
         """Returns the end tokens that may not follow a text yet."""
         is_short = len(text) - self._prompt_len < self.params.min_tokens
         return self.ends[self.ends < vocab] if is_short else self.ends[:0]
@@ -126,11 +126,11 @@ def shaped(
     made[_index([rule.bias_ids for rule in rules], made)] += torch.from_numpy(
         np.concatenate([rule.biases for rule in rules])
     ).to(made)
-    made[_index([rule.held_ends(text, made.shape[1]) for rule, text in pairs], made)] = -torch.inf
+    made[_index([rule.banned_ends(text, made.shape[1]) for rule, text in pairs], made)] = -torch.inf
     seen = [rule.seen.of(text) if rule.params.penalises else _NOTHING for rule, text in pairs]
-    places = _index([ids for ids, _ in seen], made)
+    index = _index([ids for ids, _ in seen], made)
     counts = torch.from_numpy(np.concatenate([counts for _, counts in seen])).to(made)
-    made[places] = _penalised(made[places], counts, [rule.params for rule in rules], places[0])
+    made[index] = _penalised(made[index], counts, [rule.params for rule in rules], index[0])
     return made
 
 

@@ -46,13 +46,13 @@ def most_likely(logits: Tensor, count: int) -> tuple[NDArray[np.float64], NDArra
 def _by_chunks(logits: Tensor, maxima: Tensor, chunks: int, count: int) -> NDArray[np.int64]:
     # Include all chunks that tie with the last maximum: each may have a token of a lower id.
     largest, at = maxima.topk(min(count, maxima.shape[1]), sorted=False)
-    wanted = int((maxima >= largest.amin(1, keepdim=True)).sum(1).max())
-    if wanted > 2 * count + _SPARE and len(logits) > 1:  # one row of ties must not slow all
+    needed = int((maxima >= largest.amin(1, keepdim=True)).sum(1).max())
+    if needed > 2 * count + _SPARE and len(logits) > 1:  # one row of ties must not slow all
         rows = zip(logits.split(1), maxima.split(1), strict=True)
         return np.concatenate([_by_chunks(*row, chunks, count) for row in rows])
-    if wanted > at.shape[1]:
-        kept = _largest(_keys(maxima, np.arange(maxima.shape[1])), wanted)
-        at = torch.from_numpy(_ids(kept)).to(logits.device)
+    if needed > at.shape[1]:
+        tied = _largest(_keys(maxima, np.arange(maxima.shape[1])), needed)
+        at = torch.from_numpy(_ids(tied)).to(logits.device)
     steps = torch.arange(_CHUNK, device=logits.device) * chunks
     members = at[:, :, None] + torch.where(at[:, :, None] < chunks, steps, steps[-1])
     members = members.flatten(1)
@@ -94,7 +94,7 @@ class TokenLogprobs(NamedTuple):
     """The log-probability of a token, and the most likely tokens at its position.
 
     Args:
-        token: its id.
+        token: token id.
         logprob: natural logarithm of its probability.
         top: ids and log-probabilities of the most likely tokens, the likeliest first; ties go to
             the lower id.
@@ -111,8 +111,8 @@ class RowResult(NamedTuple):
     Args:
         token: id of the next token; None with an error.
         error: why there is none, else "".
-        logprobs: of the token, if the request asks for them.
-        prompt_logprobs: of the prompt tokens that follow those which the step computed.
+        logprobs: log-probabilities of the token, if requested.
+        prompt_logprobs: those of the prompt tokens after the computed ones.
     """
 
     token: int | None = None

@@ -53,6 +53,9 @@ class OwnedEngine(Protocol):
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns its tokens."""
 
+    def take_events(self) -> list[TokenEvent]:
+        """Removes and returns the events of a step that raised an exception."""
+
     def abort(self, request_id: int) -> None:
         """Drops a request; raises KeyError if it is not open."""
 
@@ -64,9 +67,9 @@ class Owner:
     interpreter from exiting.
 
     Args:
-        engine: used by this thread alone; warmed up here if it is not yet.
-        max_waiting: requests beyond the `max_seqs` that run.
-        progress: of the warmup.
+        engine: only this thread may use it; warmed up here if necessary.
+        max_waiting: maximum number of waiting requests, beyond the `max_seqs` that run.
+        progress: called during the warmup.
     """
 
     def __init__(
@@ -83,9 +86,8 @@ class Owner:
         self._calls: deque[tuple[Callable[[Any], Any], Future[Any]]] = deque()
         self._stop_after: str | None = None  # "all" requests, or "step"
         self._why_ended: EngineStopped | None = None
-        self._outside: list[
-            RequestHandle
-        ] = []  # the thread's own: these wait for a grammar or for another request
+        # The thread's own: these wait for a grammar or for another request.
+        self._outside: list[RequestHandle] = []
         self._open: dict[int, RequestHandle] = {}  # the thread's own
         self._is_stepping = False  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -109,8 +111,8 @@ class Owner:
             QueueFull: too many wait.
         """
         with self._while_serving():
-            held = len(self._inbox) + len(self._outside) + len(self._open)
-            if held + len(handles) > self.most:
+            open_count = len(self._inbox) + len(self._outside) + len(self._open)
+            if open_count + len(handles) > self.most:
                 more = (
                     "one more" if len(handles) == 1 else f"{len(handles)} more that belong together"
                 )
@@ -157,7 +159,7 @@ class Owner:
         return function(self._engine)
 
     def stop(self, *, drain: bool, timeout: float | None) -> bool:
-        """Ends the thread, after all requests or the running step; returns whether it ended."""
+        """Stops the thread after all requests or the running step; returns whether it ended."""
         if os.getpid() != self._process:
             return True
         with self._changed:
@@ -343,13 +345,14 @@ class Owner:
         wake(inbox)
         for _, seen in calls:
             seen.set_exception(_stopped(got, cause))
+        self._deliver(self._engine.take_events())
         for handle in [*self._open.values()]:
             with contextlib.suppress(BaseException):  # of an engine that cannot continue
                 self._abort(handle, _stopped(got, cause))
 
 
 class _StoppedEarly(Exception):
-    """It was stopped during the warmup."""
+    """The owner was stopped during the warmup."""
 
 
 def _stopped(expected: str, cause: BaseException | None) -> EngineStopped:

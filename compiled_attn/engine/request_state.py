@@ -45,8 +45,8 @@ class GenerationResult:
         request_id: unique in its engine.
         error: for "error" what went wrong; ``tokens`` holds what was generated before.
         choice: which of ``n`` continuations of its prompt it is, from 0 on.
-        logprobs: of ``tokens``, if its sampling asks for them.
-        prompt_logprobs: of the prompt, whose first token has none.
+        logprobs: those of ``tokens``, if requested.
+        prompt_logprobs: those of the prompt, if requested; the first token has None.
         cached_tokens: tokens of the prompt that were cached when it was first scheduled, and so not
             computed; 0 for further continuations of a prompt, which share all of it.
         queue_s: seconds from arrival until it first had blocks.
@@ -88,14 +88,14 @@ class RequestState:
     """A request's tokens and how far they are computed.
 
     Args:
-        request_id: its id in the engine.
+        request_id: id in the engine.
         tokens: the prompt followed by the generated tokens.
         prompt_len: tokens of the prompt.
         sampling: how it is continued, with a seed.
         arrived_s: on the clock of `time.perf_counter`.
         computed: tokens whose keys and values are in the cache; 0 after a preemption.
         reserved: positions that its blocks hold.
-        commit_from: its pool has nothing to commit while fewer tokens are computed.
+        commit_from: number of computed tokens at which the pool next commits a block.
         cached: tokens of the prompt that were cached when it first had blocks; None before.
         stop_tokens: tokens that end it.
         events: the queue that its events go to, under its ``index`` and ``choice``.
@@ -133,9 +133,9 @@ class RequestState:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted and not all computed."""
-        is_wanted = self.sampling.prompt_logprobs is not None
-        return is_wanted and len(self.prompt_logprobs) < self.prompt_len - 1
+        """Whether log-probabilities of its prompt are still to be computed."""
+        is_requested = self.sampling.prompt_logprobs is not None
+        return is_requested and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def remaining(self) -> int:
@@ -159,34 +159,38 @@ class RequestState:
         is_last = self.generated + 1 >= self.sampling.max_new_tokens
         return "length" if is_last else ""
 
-    def apply(
-        self, row: RowResult, start: int, now_s: float, *, has_token: bool, reason: str
-    ) -> None:
-        """Takes what a step yields, and queues the event of it.
+    def event(self, row: RowResult, start: int, now_s: float, reason: str) -> TokenEvent:
+        """Returns the event of the next token, or of an error.
 
         Args:
-            row: the next token or an error, and log-probabilities.
+            row: what a step yields.
             start: tokens that were computed before the step.
             now_s: the time.
-            has_token: whether the token is the next one, not that of a chunk inside the prompt.
             reason: why the request finishes; "" if it goes on.
+        """
+        result = self._result(row, start, now_s, reason) if reason else None
+        return TokenEvent(self.index, row.token, result, self.request_id, self.choice, row.logprobs)
+
+    def apply(
+        self, row: RowResult, start: int, length: int, now_s: float, event: TokenEvent | None
+    ) -> None:
+        """Appends what a step yields; a second call changes nothing.
+
+        Args:
+            row, start, now_s: see `event`.
+            length: tokens that it had before.
+            event: None if the token is not the next one, but that of a chunk inside the prompt.
         """
         if row.prompt_logprobs:
             end = start + len(row.prompt_logprobs)
             self.prompt_logprobs[start:end] = row.prompt_logprobs
-        if has_token and row.token is not None:
-            self.tokens.append(row.token)
+        if event is not None and row.token is not None:
             if row.logprobs is not None:
-                self.logprobs.append(row.logprobs)
+                self.logprobs[length - self.prompt_len :] = [row.logprobs]
             if self.first_token_s is None:
                 self.first_token_s = now_s
-        if has_token or reason:
-            result = self._result(reason, now_s, row.error) if reason else None
-            self.events.append(
-                TokenEvent(
-                    self.index, row.token, result, self.request_id, self.choice, row.logprobs
-                )
-            )
+            if len(self.tokens) == length:
+                self.tokens.append(row.token)
 
     def _ends_text(self, token: int) -> bool:
         """Whether a token completes a stop string, which `min_tokens` does not hold back, or a text
@@ -198,25 +202,30 @@ class RequestState:
                 return True
         return self.constraint is not None and self.constraint.is_over([*self.tokens, token])
 
-    def _result(self, reason: str, now_s: float, error: str) -> GenerationResult:
+    def _result(self, row: RowResult, start: int, now_s: float, reason: str) -> GenerationResult:
         first = now_s if self.first_token_s is None else self.first_token_s
         begun = now_s if self.begun_s is None else self.begun_s
-        wants = self.sampling
+        params, tokens, logprobs = self.sampling, self.tokens[self.prompt_len :], [*self.logprobs]
+        if row.token is not None:
+            tokens.append(row.token)
+            if row.logprobs is not None:
+                logprobs.append(row.logprobs)
+        end = start + len(row.prompt_logprobs)
+        of_prompt = [*self.prompt_logprobs[:start], *row.prompt_logprobs]
+        of_prompt += self.prompt_logprobs[end:]
         return GenerationResult(
             index=self.index,
             prompt=self.tokens[: self.prompt_len],
-            tokens=self.tokens[self.prompt_len :],
+            tokens=tokens,
             finish_reason=reason,
             ttft_s=first - self.arrived_s,
             latency_s=now_s - self.arrived_s,
-            sampling=self.sampling,
+            sampling=params,
             request_id=self.request_id,
-            error=error,
+            error=row.error,
             choice=self.choice,
-            logprobs=None if wants.logprobs is None else self.logprobs,
-            prompt_logprobs=(
-                None if wants.prompt_logprobs is None else [None, *self.prompt_logprobs]
-            ),
+            logprobs=None if params.logprobs is None else logprobs,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None, *of_prompt],
             cached_tokens=0 if self.choice else self.cached or 0,
             queue_s=begun - self.arrived_s,
         )

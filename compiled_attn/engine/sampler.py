@@ -1,5 +1,5 @@
 """The sampler: the next token of each row, greedy or random, reproducible per request; with
-log-probabilities if a request asks for them.
+log-probabilities if requested.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ __all__ = [
     "SampleRequest",
     "logits_needed",
     "rows_of",
-    "sample",
     "sample_requests",
-    "sample_rows",
     "sample_step",
 ]
 
@@ -38,66 +36,11 @@ NOT_FINITE = "expected finite logits to sample from, got NaN or inf: check the m
 _NOT_FINITE_ROW = RowResult(error=NOT_FINITE)
 
 
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    steps: Sequence[int],
-    texts: Sequence[Sequence[int]] | None = None,
-) -> list[int]:
-    """Samples the next token of each row.
-
-    Args:
-        logits: ``[R, vocab]``, any float dtype.
-        params: R of them, one per row.
-        steps: how many tokens each row's request has generated so far: the counter of its random
-            numbers.
-        texts: the tokens of each row's request so far, of which the last are those generated; for
-            penalties. None: unknown.
-
-    Raises:
-        ValueError: a row that cannot be sampled, such as one without a finite maximum.
-    """
-    tokens = []
-    for row in sample_rows(logits, params, steps, texts):
-        if row.token is None:
-            raise ValueError(row.error)
-        tokens.append(row.token)
-    return tokens
-
-
-def sample_rows(
-    logits: Tensor,
-    params: Sequence[SamplingParams | None],
-    steps: Sequence[int],
-    texts: Sequence[Sequence[int]] | None = None,
-) -> list[RowResult]:
-    """Samples each row, as `sample`; a row that fails has an error and does not affect others.
-
-    Args:
-        logits: ``[R, vocab]``, any float dtype. A row whose maximum is NaN or infinite has no
-            token.
-        params: R of them; None: the most likely token.
-        steps, texts: as in `sample`.
-
-    Raises:
-        ValueError: settings have a grammar.
-    """
-    if any(param is not None and param.grammar for param in params):
-        raise ValueError("expected settings without a grammar, got one: an engine serves it")
-    rows = enumerate(zip(params, steps, texts or [()] * len(steps), strict=True))
-    requests = []
-    for row, (param, step, text) in rows:
-        if param is not None:
-            rules = LogitRules(param, len(text) - step, param.stop_token_ids)
-            requests.append(SampleRequest(row, param, step, rules, text))
-    return sample_requests(logits, requests)
-
-
 class SampleRequest(NamedTuple):
     """A row whose token is not simply the most likely one.
 
     Args:
-        row: of the logits.
+        row: row of the logits.
         params: how the token is sampled.
         step: how many tokens were generated before it.
         rules: change its logits before that; None: nothing does.
@@ -131,7 +74,7 @@ def _each_or_error(
     sample_all: Callable[[Sequence[SampleRequest]], Sequence[RowResult]],
     requests: Sequence[SampleRequest],
 ) -> Sequence[RowResult]:
-    """All at once, or, if that fails, one by one: a failure is one request's alone."""
+    """Samples all at once, or, if that fails, one by one, so that only failing ones get errors."""
     if not requests:
         return []
     try:
@@ -163,7 +106,6 @@ def _shaped(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult
 
 
 def _tokens(logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
-    """Samples all rows of the logits as they are."""
     settings = _settings(logits, requests) if requests else _greedy_rows(len(logits))
     return rows_of(_op_tokens(logits, settings))
 
@@ -190,7 +132,7 @@ def _op() -> Any:
 
 
 def _op_tokens(logits: Tensor, settings: SamplingRows) -> list[int]:
-    """Tokens of the op, or of its reference where the op does not support the row."""
+    """Samples with the op, or with its reference where the op does not support a row."""
     if logits.device.type != "cpu" or logits.dtype not in NATIVE_DTYPES:
         tokens = reference(logits, *(each.to(logits.device) for each in settings)).tolist()
     else:

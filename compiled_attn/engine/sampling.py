@@ -43,7 +43,7 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this probability (0 < p <=
             1).
         seed: makes a request reproducible, whatever else is in its batch, and after a preemption.
-            None: the engine draws a seed for each request, which is in its result.
+            None: the engine chooses a seed for each request, which is in its result.
         stop_token_ids: tokens that end the request; they are part of the result.
         ignore_eos: continue after the model's end-of-sequence token.
         stop: strings that end the request, one or several; needs an engine with a tokenizer, see
@@ -162,14 +162,14 @@ class SamplingParams:
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
     def _check(
-        self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], wanted: str
+        self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], expected: str
     ) -> None:
         given = getattr(self, name)
         value = kind(given)
         if value is None or not holds(value):
             text = repr(given)
             text = text if len(text) <= 80 else f"{text[:80]}..."
-            raise ValueError(f"expected {name}: {wanted}, got {text}")
+            raise ValueError(f"expected {name}: {expected}, got {text}")
         object.__setattr__(self, name, value)
 
 

@@ -34,7 +34,7 @@ def uniforms(seeds: Sequence[int], steps: Sequence[int]) -> NDArray[np.float64]:
         steps: ``[n]``, from 0 on.
     """
     key = np.array(seeds, np.uint64), np.zeros(len(seeds), np.uint64)
-    first = np.array(steps, np.uint64) + np.uint64(1)  # numpy increments before it draws
+    first = np.array(steps, np.uint64) + np.uint64(1)  # numpy increments before it samples
     words = first, *(np.zeros(len(seeds), np.uint64) for _ in range(3))
     for number in range(10):
         if number:
@@ -80,14 +80,14 @@ class SamplingRows(NamedTuple):
             rows: number of all rows.
             vocab: tokens of a row.
         """
-        drawn = cls.padding(rows)
-        drawn.temperature[at] = _doubles([each.temperature for each in params])
-        drawn.top_k[at] = torch.tensor([min(each.top_k or vocab, vocab) for each in params])
-        drawn.top_p[at] = _doubles([each.top_p for each in params])
-        drawn.min_p[at] = _doubles([each.min_p for each in params])
+        settings = cls.padding(rows)
+        settings.temperature[at] = _doubles([each.temperature for each in params])
+        settings.top_k[at] = torch.tensor([min(each.top_k or vocab, vocab) for each in params])
+        settings.top_p[at] = _doubles([each.top_p for each in params])
+        settings.min_p[at] = _doubles([each.min_p for each in params])
         uniform = uniforms([each.seed or 0 for each in params], steps)
-        drawn.uniform[at] = torch.from_numpy(uniform)
-        return drawn
+        settings.uniform[at] = torch.from_numpy(uniform)
+        return settings
 
     @classmethod
     def padding(cls, rows: int) -> SamplingRows:

@@ -209,16 +209,16 @@ class Scheduler:
                     sequence.request_id, sequence.tokens, computed
                 )
 
-    def finish(self, sequence: RequestState, *, sound_blocks: int | None = None) -> None:
+    def finish(self, sequence: RequestState, *, has_failed: bool = False) -> None:
         """Removes a sequence, running or waiting, and frees its blocks.
 
         Args:
             sequence: the sequence.
-            sound_blocks: how many of its first blocks later prompts may share; None: all.
+            has_failed: later prompts share none of its blocks, not even those that it found.
         """
         if sequence.status is Status.RUNNING:
-            if sound_blocks is not None:
-                self.pool.withdraw(sequence.request_id, sound_blocks)
+            if has_failed:
+                self.pool.withdraw(sequence.request_id, 0)
             self.running.remove(sequence)
             self.pool.free(sequence.request_id)
         else:

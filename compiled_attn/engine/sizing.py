@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -41,7 +41,7 @@ class StepSize:
         not more than the buckets hold, and not less than `max_seqs`.
 
         Args:
-            config: of the engine.
+            config: configuration of the engine.
             symbolic: axes whose sizes a graph may leave open, see `StepLayout.symbolic`.
         """
         if config.max_tokens_per_step is not None:
@@ -58,10 +58,6 @@ class StepSize:
         if self.tokens <= tokens:
             return self
         return StepSize(tokens, "slots of the pool, or tokens of max_seqs contexts")
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns the size as JSON-able values."""
-        return asdict(self)
 
 
 def _has_one_compile(config: EngineConfig, symbolic: Sequence[str]) -> bool:
@@ -117,7 +113,7 @@ class Sizing:
 
         Args:
             model: the served model.
-            config: of the engine; the cache is of one rank.
+            config: configuration of the engine; cache sizes are per rank.
             layout: how steps become tensors.
             ranks: how many share one cache.
 
@@ -145,28 +141,28 @@ class Sizing:
         return -(-self.context // self.block_size)
 
     def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
-        there = memory_for(model)
+        available = memory_for(model)
         for bucket in self.buckets:
-            if there is not None and (wanted := self.layout.least_bytes(bucket)) > there:
+            if available is not None and (needed := self.layout.least_bytes(bucket)) > available:
                 raise ConfigError(
-                    f"not enough memory: expected steps of at most {there:,} bytes, which this "
-                    f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
+                    f"not enough memory: expected steps of at most {available:,} bytes, which this "
+                    f"machine has, got {needed:,} bytes at least for {bucket}: lower "
                     "max_tokens_per_step (--max-tokens-per-step), or take smaller buckets"
                 )
 
 
-def step_limits(config: EngineConfig, wanted: int, context: int, num_blocks: int) -> StepLimits:
+def step_limits(config: EngineConfig, most: int, context: int, num_blocks: int) -> StepLimits:
     """Computes the largest step: each running request writes to a block, each token to a slot.
 
     Args:
-        config: of the engine.
-        wanted: tokens of a step, at most.
-        context: of a request.
-        num_blocks: of the cache, null block included.
+        config: configuration of the engine.
+        most: maximum number of tokens.
+        context: maximum tokens of a request.
+        num_blocks: blocks of the cache, null block included.
     """
     pool = num_blocks - 1
     seqs = min(config.max_seqs, pool)
-    tokens = min(wanted, pool * config.block_size, seqs * context)
+    tokens = min(most, pool * config.block_size, seqs * context)
     return StepLimits(tokens, seqs, -(-context // config.block_size), pool)
 
 

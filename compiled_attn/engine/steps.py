@@ -10,7 +10,7 @@ from typing import NamedTuple
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.executor import Executor, PlannedStep
 from compiled_attn.engine.logprobs import RowResult
-from compiled_attn.engine.request_state import RequestState, Status
+from compiled_attn.engine.request_state import RequestState, Status, TokenEvent
 from compiled_attn.engine.sampler import NOT_FINITE
 from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
 from compiled_attn.engine.tally import StepRecord, Tally
@@ -19,22 +19,22 @@ from graphs import no_compile
 __all__ = ["StepResult", "StepRunner", "step_result"]
 
 
-class _Change(NamedTuple):
-    """The change of one request.
+class _RequestResult(NamedTuple):
+    """What a step yields for one request.
 
     Args:
         sequence: the request.
         start: tokens that were computed before the step.
+        length: tokens that it had before the step.
         row: what the step yields for it.
-        has_token: whether its token is the next one, not that of a chunk inside the prompt.
-        reason: why the request finishes; "" if it goes on.
+        event: event of the next token or the error; None for a chunk inside the prompt.
     """
 
     sequence: RequestState
     start: int
+    length: int
     row: RowResult
-    has_token: bool
-    reason: str
+    event: TokenEvent | None
 
 
 @dataclass(slots=True)
@@ -44,38 +44,51 @@ class StepResult:
     Args:
         step: the computed tokens that later prompts may share.
         now_s: when it was computed, on the clock of `time.perf_counter`.
-        record: its figures.
-        changes: of its requests, in order.
+        record: sizes and times.
+        requests: results of its requests, in order.
     """
 
     step: ScheduledStep
     now_s: float
     record: StepRecord
-    changes: list[_Change] = field(default_factory=list)
+    requests: list[_RequestResult] = field(default_factory=list)
 
     def commit(
         self,
         requests: MutableMapping[int, RequestState],
         tally: Tally,
         scheduler: Scheduler,
-        memory: BlockMemory,
     ) -> None:
         """Appends tokens and events, then frees the blocks of finished requests.
 
-        Only the exception of a signal handler can end the first part; if the second fails, the
-        blocks can be rebuilt from the requests.
+        The exception of a signal handler may end the first part, which `complete` repeats; if the
+        second fails, the blocks can be rebuilt from the requests.
         """
-        finished = [each for each in self.changes if each.reason]
-        for sequence, start, row, has_token, reason in self.changes:
-            sequence.apply(row, start, self.now_s, has_token=has_token, reason=reason)
+        finished = []
+        for each in self.requests:
+            sequence, start, length, row, event = each
+            sequence.apply(row, start, length, self.now_s, event)
+            if event is not None:
+                sequence.events.append(event)
+                if event.result is not None:
+                    finished.append(each)
         for each in finished:
             del requests[each.sequence.request_id]
         tally.add(self.record)
         scheduler.commit(self.step)
         for each in finished:
-            # A failed request leaves only blocks that it found in the cache, if they are finite.
-            sound = memory.sound_hits(each.sequence.request_id) if each.row.error else None
-            scheduler.finish(each.sequence, sound_blocks=sound)
+            scheduler.finish(each.sequence, has_failed=bool(each.row.error))
+
+    def complete(self, requests: MutableMapping[int, RequestState]) -> None:
+        """Appends the tokens and events that an interrupted `commit` has not."""
+        for sequence, start, length, row, event in self.requests:
+            sequence.apply(row, start, length, self.now_s, event)
+            if event is None:
+                continue
+            if not any(event is each for each in sequence.events):
+                sequence.events.append(event)
+            if event.result is not None:
+                requests.pop(sequence.request_id, None)
 
 
 def step_result(
@@ -89,7 +102,8 @@ def step_result(
         now_s: the time.
         record: figures of the step, to which those of its requests are added.
     """
-    result, ttft_s, tokens = StepResult(step, now_s, record), [], 0
+    result, ttft_s = StepResult(step, now_s, record), []
+    tokens = finishing = nonfinite = 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
     failed: set[RequestState] = set()
     parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
@@ -104,6 +118,7 @@ def step_result(
                 row = RowResult(error=f"its end is unknown: {type(error).__name__}: {error}")
         if row.token is None:
             failed.add(sequence)
+            nonfinite += row.error is NOT_FINITE
             has_token, reason = False, "error"
         elif has_token:
             tokens += 1
@@ -111,16 +126,18 @@ def step_result(
                 ttft_s.append(now_s - sequence.arrived_s)
         elif not row.prompt_logprobs:
             continue
-        result.changes.append(_Change(sequence, start, row, has_token, reason))
+        finishing += bool(reason)
+        event = sequence.event(row, start, now_s, reason) if has_token or reason else None
+        result.requests.append(_RequestResult(sequence, start, len(sequence.tokens), row, event))
     if gone := failed | finished:
         result.step = step.without(gone)
     result.record = replace(
         record,
         generated_tokens=tokens,
         ttft_s=tuple(ttft_s),
-        requests=sum(bool(each.reason) for each in result.changes),
+        requests=finishing,
         failed_requests=len(failed),
-        nonfinite_rows=sum(row.error is NOT_FINITE for row in rows),
+        nonfinite_rows=nonfinite,
     )
     return result
 
@@ -174,7 +191,7 @@ class StepRunner:
             now - started,
             pool.num_used,
             pool.highest_used,
-            step.wanted,
+            step.uncut_need,
         )
         return step_result(step.parts, rows, now, record)
 

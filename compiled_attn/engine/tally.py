@@ -37,7 +37,7 @@ def quantile(counts: NDArray[np.float64], share: float) -> float:
 
     Args:
         counts: ``[BINS]``, how many durations fell into each bin.
-        share: of the durations, 0 to 1.
+        share: quantile, 0 to 1.
     """
     total = counts.sum()
     if not total:
@@ -94,10 +94,12 @@ class Percentiles:
 class StepRecord:
     """One step: the sizes it needed, the bucket it ran in, and its seconds on the host's clock.
 
-    ``blocks_used`` counts the blocks in use, ``highest_used`` is the highest of them. ``wanted`` is
-    what the whole scheduled step needed, which is more if it was cut. ``ttft_s`` has the times to
-    first token in this step; ``requests`` counts those that finished, failed ones included, and
-    ``nonfinite_rows`` the rows whose logits were not finite.
+    Args:
+        blocks_used: blocks in use; ``highest_used`` is the highest of them.
+        uncut_need: sizes that the whole scheduled step needed, which are larger if it was cut.
+        ttft_s: times to first token in this step.
+        requests: how many finished, failed ones included.
+        nonfinite_rows: rows whose logits were not finite.
     """
 
     need: Mapping[str, int]
@@ -105,7 +107,7 @@ class StepRecord:
     seconds: float
     blocks_used: int = 0
     highest_used: int = 0
-    wanted: Mapping[str, int] = field(default_factory=dict)
+    uncut_need: Mapping[str, int] = field(default_factory=dict)
     generated_tokens: int = 0
     ttft_s: tuple[float, ...] = ()
     requests: int = 0
@@ -119,8 +121,8 @@ class Tally:
     All numbers are one array, and a step is one addition to it.
 
     Args:
-        buckets: those that steps run in.
-        cost: of a bucket, or of what a step needs.
+        buckets: all buckets that steps run in.
+        cost: relative cost of a bucket.
 
     Attributes:
         blocks: blocks in use and the highest of them, over the busy seconds.
@@ -134,7 +136,7 @@ class Tally:
         self._row_of = {bucket: row for row, bucket in enumerate(buckets)}
         sizes = (f"{kind} {axis}" for kind in ("need", "bucket") for axis in _AXES)
         names = ["steps", "cut_steps", *_OF_STEP, *sizes]
-        self._place = {name: place for place, name in enumerate(names)}
+        self._index = {name: at for at, name in enumerate(names)}
         # After the names: the histogram of first tokens, then of each bucket cost and histogram.
         self._first = len(names)
         self._per_bucket = self._first + BINS
@@ -143,7 +145,7 @@ class Tally:
 
     def __getitem__(self, name: str) -> float:
         """Returns a sum by its name: steps, seconds, generated_tokens, need tokens, ..."""
-        return float(self._sums[self._place[name]])
+        return float(self._sums[self._index[name]])
 
     def count(self, name: str) -> int:
         """Returns a sum that is a whole number."""
@@ -161,12 +163,12 @@ class Tally:
 
     def count_failure(self) -> None:
         """Counts a request that ended with an error before its first step."""
-        at = [self._place["requests"], self._place["failed_requests"]]
+        at = [self._index["requests"], self._index["failed_requests"]]
         np.add.at(self._sums, np.array(at), 1)
 
     def _changes(self, step: StepRecord, row: int) -> tuple[list[int], list[float]]:
         """What a step adds: positions in the array, and the amount at each."""
-        is_cut = bool(step.wanted) and dict(step.wanted) != dict(step.need)
+        is_cut = bool(step.uncut_need) and dict(step.uncut_need) != dict(step.need)
         bucket, start = dict(step.bucket), self._start(row)
         needed = self._cost(Bucket(**{name: step.need[name] for name in bucket}))
         bins = [self._first + bin_of(seconds) for seconds in step.ttft_s]

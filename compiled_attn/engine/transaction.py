@@ -12,35 +12,39 @@ __all__ = ["Transactions", "delayed_interrupt"]
 
 
 class Transactions:
-    """Runs changes of requests and blocks one at a time.
+    """Runs transactions on requests and blocks, one at a time.
 
     Args:
-        rollback: called after an exception in a change, in whatever state it left.
+        rollback: called after an exception in a transaction.
     """
 
     def __init__(self, rollback: Callable[[], None]) -> None:
         self._rollback = rollback
-        self.is_running = False
+        self._lock = threading.RLock()
+        self._is_running = False
 
-    def refuse_second(self) -> None:
-        """Raises RuntimeError while a change is running."""
-        if self.is_running:
-            raise RuntimeError(
-                "expected an idle engine, got a call from within a step, or from another thread: "
-                "let one thread step it"
-            )
-
-    def run(self, change: Callable[[], None]) -> None:
-        """Makes a change, or rolls it back."""
+    def run(self, transaction: Callable[[], None]) -> bool:
+        """Runs a transaction, or rolls it back; False: another is running, so it does nothing."""
         with delayed_interrupt():
+            if not self._lock.acquire(blocking=False):  # another thread
+                return False
             try:
-                self.is_running = True
-                change()
-            except BaseException:
-                self._rollback()
-                raise
+                if self._is_running:  # this thread, within a transaction
+                    return False
+                self._run(transaction)
             finally:
-                self.is_running = False
+                self._lock.release()
+        return True
+
+    def _run(self, transaction: Callable[[], None]) -> None:
+        try:
+            self._is_running = True
+            transaction()
+        except BaseException:
+            self._rollback()
+            raise
+        finally:
+            self._is_running = False
 
 
 @contextlib.contextmanager

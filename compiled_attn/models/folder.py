@@ -83,7 +83,6 @@ def _given(model: str | Path) -> Path:
 
 
 def _snapshot(name: str) -> Path:
-    """The snapshot of a hub id in the local cache."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -139,8 +138,8 @@ def _convert(file: Path, folder: Path) -> None:
     _refuse_missing(file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as beside:
-            unfinished = Path(beside, folder.name)
+        with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as temporary:
+            unfinished = Path(temporary, folder.name)
             _write(file, unfinished)
             try:
                 unfinished.rename(folder)
@@ -166,7 +165,6 @@ def _refuse_missing(file: Path) -> None:
 
 
 def _write(file: Path, folder: Path) -> None:
-    """Reads the file as transformers does, and writes weights, tokenizer and chat template."""
     import torch
     import transformers
 

@@ -182,7 +182,6 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_quantised(path: str | Path, folder: Path) -> None:
-    """Raises ModelError for quantised weights, which cannot be cast."""
     given = _config_of(folder).get("quantization_config")
     if not isinstance(given, dict):
         return
@@ -197,8 +196,8 @@ def _refuse_quantised(path: str | Path, folder: Path) -> None:
 
 
 def _for_serving(model: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    served: PreTrainedModel = model.to(dtype=dtype, device=device).eval().requires_grad_(False)
-    return served
+    ready: PreTrainedModel = model.to(dtype=dtype, device=device).eval().requires_grad_(False)
+    return ready
 
 
 @contextlib.contextmanager

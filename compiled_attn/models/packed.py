@@ -4,7 +4,7 @@ The parameters stay those of the model, in another memory order, so nothing is s
 ``state_dict`` returns and accepts plain weights. int8 weights take half of the memory and are
 rounded; so do the upper halves of float32 weights whose lower halves are zeros, which are exact.
 Both are integers, on which arithmetic with a parameter would be wrong: they are stored in a buffer
-of the layer, and the parameter is a `PackedWeight` without memory.
+of the layer, and the parameter has no memory: see `WriteTrap`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
-from compiled_attn.models.packed_weight import PackedWeight, WriteTrap
+from compiled_attn.errors import ModelChanged
+from compiled_attn.models.packed_weight import WriteTrap
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.packed_linear import Packing
 
@@ -27,6 +28,7 @@ __all__ = [
     "PackedEmbedding",
     "PackedLinear",
     "halved_weights",
+    "hidden_weights",
     "pack_linears",
     "packable",
     "packed_weights",
@@ -38,24 +40,35 @@ __all__ = [
 class _Packed(nn.Module):
     """A layer with a packed ``weight``, which `state_dict` returns and accepts as a plain one.
 
-    Attributes:
-        packed: the integers of a `PackedWeight`, else None.
+    Args:
+        weight: ``[N, K]`` in the memory order of the op, or hidden by ``trap``.
+        packed: the integers of a weight that the parameter does not store, else None.
         scale: ``[N]`` of an int8 weight, else None.
+        trap: hides the parameter of packed integers, else None.
+
+    Attributes:
         single: for a weight in halves an empty tensor of the dtype it represents, else None.
     """
 
-    weight: Tensor
     packed: Tensor | None
     scale: Tensor | None
     single: Tensor | None
 
-    def _register(self, weight: Tensor, packed: Tensor | None, scale: Tensor | None) -> None:
-        self.weight = weight
+    def __init__(
+        self,
+        weight: Tensor,
+        packed: Tensor | None = None,
+        scale: Tensor | None = None,
+        trap: WriteTrap | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight, self.trap = weight, trap
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         is_halves = packed is not None and packed.dtype is torch.int16
         single = torch.empty(0, dtype=torch.float32) if is_halves else None
         self.register_buffer("single", single, persistent=False)  # cast together with the model
+        load()
 
     @property
     def _stored(self) -> Tensor:
@@ -63,7 +76,6 @@ class _Packed(nn.Module):
         return self.weight if self.packed is None else self.packed
 
     def _is_cast(self) -> bool:
-        """Whether the weight was cast, so that the op does not support it."""
         if self.single is not None:
             return self.single.dtype is not torch.float32
         return not packed_linear.is_packed(self._stored)
@@ -73,6 +85,18 @@ class _Packed(nn.Module):
         if self.single is not None:
             return weight.to(self.single.dtype)
         return weight if self.scale is None else (weight * self.scale[:, None]).bfloat16()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Packed:
+        is_hidden = self.trap is not None and self.trap.is_hidden(self.weight)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.trap is not None and is_hidden:
+            self.trap.hide(self.weight)  # again, as a cast allocates memory
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.trap is not None and self.weight.isnan().all():
+            self.trap.hide(self.weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -117,21 +141,16 @@ class PackedLinear(_Packed):
 
     Args:
         linear: the layer that it replaces, whose weight is packed.
-        packed: the integers of its weight, if they are stored outside of the parameter.
-        scale: ``[out_features]`` for int8.
+        stored: the weight's integers, scale and trap if the parameter does not store them.
 
     Shape:
         - forward(``[..., in_features]``) -> ``[..., out_features]``
     """
 
-    def __init__(
-        self, linear: nn.Linear, packed: Tensor | None = None, scale: Tensor | None = None
-    ) -> None:
-        super().__init__()
+    def __init__(self, linear: nn.Linear, *stored: Any) -> None:
+        super().__init__(linear.weight, *stored)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._register(linear.weight, packed, scale)
         self.bias = linear.bias
-        load()
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes the layer's output."""
@@ -149,6 +168,11 @@ class PackedLinear(_Packed):
         return self.scale is None or dtype is torch.bfloat16
 
     def _needs_gradients(self, input: Tensor) -> bool:
+        if self.packed is not None and self.weight.requires_grad:
+            raise ModelChanged(
+                f"expected packed weights {[*self.weight.shape]} to need no gradients, "
+                "got requires_grad: load the model again, and use weights 'packed' or 'plain'"
+            )
         own = input, self._stored, self.bias
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
 
@@ -172,20 +196,15 @@ class PackedEmbedding(_Packed):
 
     Args:
         embedding: the layer that it replaces, whose weight is packed.
-        packed: the integers of its weight, if they are stored outside of the parameter.
-        scale: ``[num_embeddings]`` for int8.
+        stored: as for `PackedLinear`.
 
     Shape:
         - forward(ids ``[...]``) -> ``[..., embedding_dim]``
     """
 
-    def __init__(
-        self, embedding: nn.Embedding, packed: Tensor | None = None, scale: Tensor | None = None
-    ) -> None:
-        super().__init__()
+    def __init__(self, embedding: nn.Embedding, *stored: Any) -> None:
+        super().__init__(embedding.weight, *stored)
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self._register(embedding.weight, packed, scale)
-        load()
 
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up the rows of ids."""
@@ -219,17 +238,16 @@ def pack_linears(
         undo: receives the callbacks that restore the model. They hold the original weights of int8
             layers.
         packing: chooses the packing of each weight ``[N, K]`` that can be packed; None skips it.
-            int8 has a scale per output and is for bfloat16 only. int8 weights and halves become
-            `PackedWeight`, which have no gradients.
+            int8 has a scale per output and is for bfloat16 only. int8 weights and halves have no
+            gradients.
     """
-    parents, owners = _parents(model), _owners(model)
-    traps = {dtype: WriteTrap(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    parents, owners, trap = _parents(model), _owners(model), WriteTrap()
     for parameter in packable(model):
         chosen = packing(parameter)
         if chosen is None:
             continue
         uses = owners[parameter.data_ptr()]
-        stored = _PACK[chosen](parameter, traps[parameter.dtype], undo)
+        stored = _store(parameter, chosen, trap, undo)
         for _, module in uses:
             _replace(module, stored, parents[id(module)], undo)
 
@@ -252,19 +270,31 @@ def plain_layers(model: nn.Module) -> Iterator[None]:
 
 def packed_weights(model: nn.Module) -> int:
     """Number of packed weights in a model."""
-    return len({id(m.weight) for m in model.modules() if isinstance(m, PackedLinear)})
+    return _count(model, lambda _: True)
 
 
 def quantised_weights(model: nn.Module) -> int:
     """Number of int8 weights in a model."""
-    layers = (m for m in model.modules() if isinstance(m, PackedLinear) and m.scale is not None)
-    return len({id(layer.weight) for layer in layers})
+    return _count(model, lambda layer: layer.scale is not None)
 
 
 def halved_weights(model: nn.Module) -> int:
     """Number of weights in a model that are the upper halves of float32."""
-    layers = (m for m in model.modules() if isinstance(m, PackedLinear) and m.single is not None)
-    return len({id(layer.weight) for layer in layers})
+    return _count(model, lambda layer: layer.single is not None)
+
+
+def _count(model: nn.Module, counts: Callable[[PackedLinear], bool]) -> int:
+    layers = (module for module in model.modules() if isinstance(module, PackedLinear))
+    return len({id(layer.weight) for layer in layers if counts(layer)})
+
+
+def hidden_weights(model: nn.Module) -> dict[WriteTrap, list[Tensor]]:
+    """Returns the parameters of a model whose values are packed elsewhere, by their trap."""
+    hidden: dict[WriteTrap, dict[int, Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, _Packed) and module.trap is not None:
+            hidden.setdefault(module.trap, {})[id(module.weight)] = module.weight
+    return {trap: [*weights.values()] for trap, weights in hidden.items()}
 
 
 def packable(model: nn.Module) -> list[Parameter]:
@@ -281,7 +311,6 @@ def packable(model: nn.Module) -> list[Parameter]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[Parameter, nn.Module]]]:
-    """Parameters and their modules by address."""
     owners = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -291,7 +320,6 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[Parameter, nn.Module]]]:
 
 
 def _parents(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
-    """Dictionaries of children that contain each module, by its id."""
     parents = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():
@@ -306,43 +334,30 @@ def _is_plain(module: nn.Module) -> bool:
     return is_embedding or type(module) is nn.Linear
 
 
-_Stored: TypeAlias = "tuple[Tensor | None, Tensor | None]"
-"""The integers of a weight and their scale, or None."""
+_Stored: TypeAlias = "tuple[Tensor | None, Tensor | None, WriteTrap | None]"
+"""The integers of a weight, their scale and what hides the parameter, or None."""
 
 
-def _pack(parameter: Parameter, _: WriteTrap, undo: contextlib.ExitStack) -> _Stored:
-    undo.callback(_unpack, parameter)
-    parameter.data = packed_linear.pack(parameter.detach())
-    return None, None
-
-
-def _halve(parameter: Parameter, trap: WriteTrap, undo: contextlib.ExitStack) -> _Stored:
-    halves = packed_linear.halve(parameter.detach())
-    _hide(parameter, trap, lambda: packed_linear.unpack(halves), undo)
-    return halves, None
-
-
-def _quantise(parameter: Parameter, trap: WriteTrap, undo: contextlib.ExitStack) -> _Stored:
+def _store(
+    parameter: Parameter, packing: Packing, trap: WriteTrap, undo: contextlib.ExitStack
+) -> _Stored:
     plain = parameter.detach()
-    codes, scale = packed_linear.quantise(plain)
-    _hide(parameter, trap, lambda: plain, undo)
-    return codes, scale
-
-
-def _hide(
-    parameter: Parameter, trap: WriteTrap, plain: Callable[[], Tensor], undo: contextlib.ExitStack
-) -> None:
+    if packing == "packed":
+        undo.callback(_unpack, parameter)
+        parameter.data = packed_linear.pack(plain)
+        return None, None, None
+    packed: Tensor
+    scale: Tensor | None = None
+    if packing == "int8":
+        packed, scale = packed_linear.quantise(plain)
+        undo.callback(setattr, parameter, "data", plain)
+    else:
+        packed = packed_linear.halve(plain)
+        undo.callback(lambda: setattr(parameter, "data", packed_linear.unpack(packed)))
     undo.callback(parameter.requires_grad_, parameter.requires_grad)
-    undo.callback(lambda: PackedWeight.reveal(parameter, plain()))
     parameter.requires_grad_(False)
-    PackedWeight.hide(parameter, trap)
-
-
-_PACK: dict[Packing, Callable[[Parameter, WriteTrap, contextlib.ExitStack], _Stored]] = {
-    "packed": _pack,
-    "halves": _halve,
-    "int8": _quantise,
-}
+    trap.hide(parameter)
+    return packed, scale, trap
 
 
 def _replace(

@@ -1,22 +1,22 @@
-"""Parameters whose values are packed elsewhere, and detection of writes to them.
+"""Detects writes to parameters whose values are packed elsewhere.
 
-Such a parameter keeps its dtype and shape but has no memory of its own: all elements of all of them
-alias one number, a NaN. Torch refuses most writes to such memory. The others, such as `fill_` or a
-write through a numpy view, change that number, which is cheap to check before each step.
+Such a parameter has its dtype and shape but no memory of its own: all elements of all of them alias
+one number, a NaN. Torch refuses most writes to such memory. The others, such as `fill_` or a write
+through a numpy view, change that number or the parameter's address, which is cheap to check before
+each step.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import Parameter
 
-from compiled_attn.errors import ModelChanged
-
-__all__ = ["PackedWeight", "WriteTrap"]
+__all__ = ["WriteTrap"]
 
 # Signalling NaNs: arithmetic turns them into quiet ones, so that even `weight *= 1` is detected.
 _SIGNALLING = {
@@ -28,123 +28,45 @@ _SIGNALLING = {
 
 
 class WriteTrap:
-    """The number that packed weights of one dtype share.
+    """The number of each dtype that the packed weights of a model alias."""
 
-    Args:
-        dtype: a float of at least 16 bits.
-    """
+    def __init__(self) -> None:
+        # Of each dtype numpy memory, which is never reallocated; the tensor over it; its address.
+        self._numbers: dict[torch.dtype, tuple[NDArray[Any], Tensor, int]] = {}
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        integers, self._before = _SIGNALLING[dtype]
-        self._seen = np.full(1, self._before, integers)  # numpy memory, which is never reallocated
-        self._number = torch.from_numpy(self._seen).view(dtype)
-        self._address = self._number.data_ptr()
+    def hide(self, parameter: Tensor) -> None:
+        """Points a parameter to the number of its dtype, which releases its memory."""
+        if (number := self._number(parameter)) is not None:
+            parameter.data = number.expand(parameter.shape)
+
+    def is_hidden(self, parameter: Tensor) -> bool:
+        """Whether a parameter aliases the number of its dtype."""
+        known = self._numbers.get(parameter.dtype)
+        return known is not None and parameter.data_ptr() == known[1].data_ptr()
+
+    def addresses(self, parameters: Iterable[Tensor]) -> list[int]:
+        """Returns the addresses of parameters that were not written to."""
+        numbers = ((each, self._number(each)) for each in parameters)
+        return [(each if number is None else number).data_ptr() for each, number in numbers]
 
     @property
     def is_sprung(self) -> bool:
-        """Whether a weight that aliases the number was written to, or moved (`share_memory_`)."""
-        is_same = self._seen.item() == self._before and self._number.data_ptr() == self._address
-        return not is_same
-
-    def expanded(self, shape: torch.Size) -> Tensor:
-        """Returns the number expanded to a shape."""
-        return self._number.expand(shape)
-
-    def is_in(self, tensor: Tensor) -> bool:
-        """Whether a tensor aliases the number."""
-        return tensor.data_ptr() == self._address
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WriteTrap, (self.dtype,)
-
-
-class PackedWeight(Parameter):
-    """A parameter whose values are in its layer's ``packed``; read them with ``state_dict()``.
-
-    Its elements are NaN. Writes are refused by torch or by this class, or raise `ModelChanged` in
-    the next step of an engine. `hide` turns a parameter into one, `reveal` undoes that.
-    """
-
-    trap: WriteTrap
-
-    @staticmethod
-    def hide(parameter: Parameter, trap: WriteTrap) -> None:
-        """Turns a parameter into a packed weight, which releases its memory."""
-        parameter.trap = trap  # type: ignore[attr-defined]
-        parameter.__class__ = PackedWeight
-        _set_data(parameter, trap.expanded(parameter.shape))
-
-    @staticmethod
-    def reveal(parameter: Parameter, values: Tensor) -> None:
-        """Turns it into a plain parameter with these values; no-op for one that is not hidden."""
-        if isinstance(parameter, PackedWeight):
-            _set_data(parameter, values)
-            parameter.__class__ = Parameter  # type: ignore[assignment]
-            del parameter.trap
-
-    @property
-    def data(self) -> Tensor:
-        """NaN, in memory shared with other weights."""
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        if self.trap.is_in(values):
-            return
-        is_cast = values.dtype is not self.dtype or values.device != self.device
-        if not (is_cast and values.isnan().all()):
-            self._refuse("other data")
-        # Its NaN, cast or moved together with the model.
-        if values.device.type == "cpu":
-            PackedWeight.hide(self, WriteTrap(values.dtype))
-        else:
-            PackedWeight.reveal(self, values)
-
-    @property
-    def requires_grad(self) -> bool:
-        """False: integers have no gradients."""
-        return False
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        if value:
-            self._refuse("requires_grad")
-
-    def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
-        """Refuses gradients."""
-        self.requires_grad = requires_grad
-        return self
-
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses other memory."""
-        self._refuse("set_()")
-
-    def resize_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses another size."""
-        self._refuse("resize_()")
-
-    def _refuse(self, got: str) -> NoReturn:
-        raise ModelChanged(
-            f"expected a weight of {self.dtype} {[*self.shape]} that an engine has packed to stay "
-            f"unchanged, got {got}: write new values with load_state_dict() of the model or layer, "
-            "or load the model again"
+        """Whether a number was written to, or moved (`share_memory_`)."""
+        return any(
+            memory.item() != _SIGNALLING[dtype][1] or number.data_ptr() != address
+            for dtype, (memory, number, address) in self._numbers.items()
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        trap = memo.setdefault(id(self.trap), WriteTrap(self.dtype))
-        memo[id(self)] = copied = _rebuilt(self.shape, trap)
-        return copied
+    def _number(self, parameter: Tensor) -> Tensor | None:
+        dtype = parameter.dtype
+        if parameter.device.type != "cpu" or dtype not in _SIGNALLING:
+            return None
+        if dtype not in self._numbers:
+            integers, bits = _SIGNALLING[dtype]
+            memory = np.full(1, bits, integers)
+            number = torch.from_numpy(memory).view(dtype)
+            self._numbers[dtype] = memory, number, number.data_ptr()
+        return self._numbers[dtype][1]
 
-    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return _rebuilt, (self.shape, self.trap)
-
-
-def _set_data(parameter: Parameter, values: Tensor) -> None:
-    Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
-
-
-def _rebuilt(shape: torch.Size, trap: WriteTrap) -> Parameter:
-    parameter = Parameter(trap.expanded(shape), requires_grad=False)
-    PackedWeight.hide(parameter, trap)
-    return parameter
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WriteTrap, ()

@@ -7,8 +7,7 @@ from compiled_attn.planner.cost import CostModel
 from compiled_attn.planner.demand import Demand, read_demand
 from compiled_attn.planner.judge import BucketUse, Judgement, PlanReport, judge
 from compiled_attn.planner.pick import by_cost, by_size
-from compiled_attn.planner.planning import plan
-from compiled_attn.planner.problem import Budget
+from compiled_attn.planner.planning import Budget, plan
 
 __all__ = [
     "BucketUse",

@@ -32,7 +32,6 @@ class CostModel:
 
     def __init__(self, formula: Callable[[Mapping[str, Any]], Any]) -> None:
         self._formula = formula
-        self._takes_arrays: bool | None = None
 
     @classmethod
     def of_any(cls, cost: CostModel | Callable[[Mapping[str, Any]], Any] | None) -> CostModel:
@@ -78,8 +77,10 @@ class CostModel:
         Raises:
             ValueError: a cost is negative or not finite.
         """
-        costs = self._vectorized(names, points) if self._takes_arrays is not False else None
-        if costs is None:
+        columns = dict(zip(names, points.T.astype(np.float64), strict=True))
+        try:
+            costs = np.broadcast_to(self._formula(columns), len(points)).astype(np.float64)
+        except (TypeError, ValueError, AttributeError):
             costs = np.array([self(Bucket.of(tuple(names), tuple(row))) for row in points.tolist()])
         if not (np.isfinite(costs) & (costs >= 0)).all():
             at = int(np.argmin(np.isfinite(costs) & (costs >= 0)))
@@ -87,20 +88,6 @@ class CostModel:
             raise ValueError(
                 f"expected finite costs from 0 on, got {costs[at]} for {need}: correct the formula"
             )
-        return costs
-
-    def _vectorized(self, names: Sequence[str], points: Points) -> Floats | None:
-        columns = dict(zip(names, points.T.astype(np.float64), strict=True))
-        try:
-            costs = np.broadcast_to(self._formula(columns), len(points)).astype(np.float64)
-        except (TypeError, ValueError, AttributeError):
-            self._takes_arrays = False
-            return None
-        if self._takes_arrays is None and len(points):
-            middle = len(points) // 2
-            single = self(Bucket.of(tuple(names), tuple(points[middle].tolist())))
-            self._takes_arrays = bool(np.isclose(costs[middle], single, equal_nan=True))
-            return costs if self._takes_arrays else None
         return costs
 
 

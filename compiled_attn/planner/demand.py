@@ -1,10 +1,10 @@
-"""Demands: needs of steps as weighted points over named axes, read from JSON lines or CSV."""
+"""Demands: needs of steps as weighted points over named axes, read from JSON lines."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, TypeAlias
 
 import numpy as np
@@ -22,7 +22,6 @@ Points: TypeAlias = NDArray[np.int64]
 Row: TypeAlias = tuple[dict[str, int], float]
 
 _LARGEST = 10**12
-_COUNT = "count"
 _REASON = 300  # characters
 
 
@@ -110,10 +109,6 @@ class Demand:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        largest = ", ".join(f"{name}<={size}" for name, size in self.largest.items())
-        return f"Demand({len(self)} needs, weight {self.total:g}; {largest})"
-
 
 def _checked_points(names: tuple[str, ...], points: ArrayLike) -> Points:
     given = np.asarray(points)
@@ -147,10 +142,8 @@ def _checked_weights(count: int, weights: ArrayLike | None) -> Floats:
 def read_demand(path: str | os.PathLike[str]) -> Demand:
     """Read the needs of a file, in order.
 
-    A file that begins with ``{`` has one object per line, ``{"need": {"tokens": 37, "blocks": 80},
-    "count": 2}``, or just the sizes, ``{"tokens": 37, "blocks": 80}``; any other is CSV with a
-    header of the axes and optionally ``count``, a positive number, by default 1. Blank lines are
-    skipped.
+    Each line is an object, ``{"need": {"tokens": 37, "blocks": 80}, "count": 2}``, or just the
+    sizes, ``{"tokens": 37, "blocks": 80}``. Blank lines are skipped.
 
     Raises:
         DemandFileError: the file cannot be read, has no need, or has a bad line; the message has
@@ -174,7 +167,7 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
     except (OSError, UnicodeDecodeError) as error:
         raise DemandFileError(f"{path}: not readable as a demand: {error}") from error
     if not needs:
-        raise DemandFileError(f"{path}: has no need; expected JSON lines or CSV, one need a line")
+        raise DemandFileError(f"{path}: has no need; expected JSON lines, one need a line")
     try:
         return Demand(names, np.array(needs, np.int64), counts)
     except (ValueError, OverflowError) as error:
@@ -182,47 +175,24 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
 
 
 def _rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:
-    read: Callable[[str], Row] | None = None
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
-            if read is None and not line.lstrip().startswith("{"):
-                read = _csv_reader(line)
-                continue
-            read = read or _json_row
-            yield number, read(line)
+            yield number, _row(line)
         except (TypeError, ValueError) as error:
-            if isinstance(error, DemandFileError):
-                raise
             problem = clipped(str(error), _REASON)
             raise DemandFileError(f"{path}:{number}: {problem}: {quoted(line.strip())}") from None
 
 
-def _json_row(line: str) -> Row:
+def _row(line: str) -> Row:
     row = parse_json(line)
     if not isinstance(row, dict) or not row:
         raise ValueError('expected sizes by axis, such as {"tokens": 37}, or {"need": {...}}')
-    need, count = (row["need"], row.get(_COUNT, 1)) if "need" in row else (row, 1)
+    need, count = (row["need"], row.get("count", 1)) if "need" in row else (row, 1)
     if not isinstance(need, dict) or not need:
         raise ValueError('expected an object with "need": {axis: size, ...}')
     return {name: _size(name, size) for name, size in need.items()}, _checked_count(count)
-
-
-def _csv_reader(header: str) -> Callable[[str], Row]:
-    names = [name.strip() for name in header.split(",")]
-    if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
-        raise ValueError("expected the names of the axes, each once, or an object in braces")
-
-    def read(line: str) -> Row:
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(names):
-            raise ValueError(f"expected {len(names)} values, got {len(cells)}")
-        row = dict(zip(names, cells, strict=True))
-        count = _checked_count(float(row.pop(_COUNT, "1")))
-        return {name: _size(name, int(cell)) for name, cell in row.items()}, count
-
-    return read
 
 
 def _size(name: str, size: Any) -> int:

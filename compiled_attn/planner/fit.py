@@ -1,108 +1,110 @@
-"""Chooses buckets within a budget: for the demand, then the guard, then what is left over."""
+"""Chooses a number of buckets: for the demand, then the guard, then what is left over."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
+from numpy.typing import NDArray
 
 from compiled_attn.planner.demand import Points
 from compiled_attn.planner.greedy import grow, improve, start
 from compiled_attn.planner.guard import guard
 from compiled_attn.planner.one_axis import best_buckets
-from compiled_attn.planner.problem import Budget, Problem
+from compiled_attn.planner.pick import PickOrder, dominates
+from compiled_attn.planner.problem import Problem
 from compiled_attn.planner.region import Region
 
-__all__ = ["fit"]
+__all__ = ["adapt", "fit"]
 
-_GUARD_SHARE = 1 / 6
-_MAX_GUARD_SHARE = 1 / 4
-_SLACK = 1e-9
-
-
-class _Guarded(NamedTuple):
-    """Buckets for the demand, maximum first, those of the guard, and the multiple it reaches."""
-
-    base: Points
-    guards: Points
-    reached: float
+_CANDIDATES = 512
+_ROUNDS = 3
+_MIN_GAIN = 1e-4  # of the cost
 
 
-def fit(problem: Problem, region: Region, budget: Budget, rho: float | None) -> Points:
-    """Return buckets ``[k, axes]``; ``rho`` is the guard's multiple, None for no guard.
+def fit(problem: Problem, region: Region, count: int, rho: float | None) -> Points:
+    """Return at most ``count`` buckets ``[k, axes]``; ``rho`` is the guard's multiple.
 
-    Raises:
-        ValueError: the budget is too small for the maximum.
+    The guard has a quarter of the buckets where that reaches ``rho``, or else a sixth. It covers
+    what the demand's buckets do not, and its size decides how many they are, so they are chosen
+    twice.
     """
     if rho is None:
-        return _fill(problem, _best(problem, budget, 0.0))
-    found = _guarded(problem, region, budget, rho)
-    buckets = _fill(problem, np.concatenate([found.base, found.guards]))
-    if found.reached > rho:  # spend what the demand has no use for
-        spare = float(1.0 - problem.expenses.of(buckets).sum(axis=0).max())
-        more, _ = _guard(problem, region, buckets, rho, budget, spare)
+        return _fill(problem, _best(problem, count), count)
+    base = _best(problem, count - count // 4)
+    added, reached = guard(region, problem.cost, base, rho, count // 4)
+    if reached > rho:
+        added, reached = guard(region, problem.cost, base, rho, count // 6)
+    again = _best(problem, count - len(added), base)
+    more, bound = guard(region, problem.cost, again, max(rho, reached), len(added))
+    if bound <= reached:
+        base, added, reached = again, more, bound
+    buckets = _fill(problem, np.concatenate([base, added]), count)
+    if reached > rho:  # spend what the demand has no use for
+        more, _ = guard(region, problem.cost, buckets, rho, count - len(buckets))
         buckets = np.concatenate([buckets, more])
     return buckets
 
 
-def _guarded(problem: Problem, region: Region, budget: Budget, rho: float) -> _Guarded:
-    """A guard of a quarter of the budget where that reaches ``rho``, or else of a sixth.
-
-    The guard covers what the demand's buckets do not. Its size decides what they may spend, so they
-    are chosen twice.
-    """
-    base = _best(problem, budget, _MAX_GUARD_SHARE)
-    added, reached = _guard(problem, region, base, rho, budget, _MAX_GUARD_SHARE)
-    if reached > rho:
-        added, reached = _guard(problem, region, base, rho, budget, _GUARD_SHARE)
-    first = _Guarded(base, added, reached)
-    share = float(problem.expenses.of(added).sum(axis=0).max(initial=0.0))
-    base = _best(problem, budget, share, base)
-    added, reached = _guard(problem, region, base, max(rho, first.reached), budget, share)
-    return first if reached > first.reached else _Guarded(base, added, reached)
-
-
-def _guard(
-    problem: Problem, region: Region, buckets: Points, rho: float, budget: Budget, share: float
-) -> tuple[Points, float]:
-    """As many guard buckets as a share of the budget allows, and the multiple that they reach."""
-    left = 1.0 - problem.expenses.of(buckets).sum(axis=0)
-    limits = [_graphs(budget, share)]
-    if not problem.expenses.counts_only:
-        limits = [n for n in (64, 32, 16, 8, 4, 2, 1) if budget.graphs is None or n <= limits[0]]
-    for most in [*limits, 0]:
-        added, reached = guard(region, problem.cost, buckets, rho, most)
-        if (problem.expenses.of(added).sum(axis=0) <= left + _SLACK).all():
-            break
-    return added, reached
-
-
-def _best(problem: Problem, budget: Budget, reserve: float, begin: Points | None = None) -> Points:
-    """Buckets for the demand, maximum first, which leave a share ``reserve`` of the budget.
-
-    ``begin`` are buckets to start from, maximum first.
-    """
-    if problem.top.shape == (1,) and problem.expenses.counts_only:
-        count = _graphs(budget, 1.0) - _graphs(budget, reserve)
+def _best(problem: Problem, count: int, begin: Points | None = None) -> Points:
+    """Buckets for the demand, maximum first; ``begin`` are buckets to start from."""
+    if problem.top.shape == (1,):
         cells = problem.cells
         return best_buckets(cells.corners, cells.weights, problem.cost, problem.top, count)[::-1]
-    if (problem.expenses.of(problem.top[None]) > 1 + _SLACK).any():
-        raise ValueError(f"expected a budget with room for the maximum, got {budget}: raise it")
     assignment = start(problem, None if begin is None else begin[1:])
-    left = 1.0 - problem.expenses.of(assignment.buckets).sum(axis=0)
-    reserved = np.full(len(left), reserve)
-    if budget.graphs is not None:
-        reserved[0] = _graphs(budget, reserve) / budget.graphs
-    improve(problem, assignment, grow(problem, assignment, left - np.minimum(reserved, left)))
+    grow(problem, assignment, count)
+    improve(problem, assignment, count)
     return assignment.buckets
 
 
-def _fill(problem: Problem, buckets: Points) -> Points:
-    """Spend the rest of the budget on the buckets that save most."""
+def _fill(problem: Problem, buckets: Points, count: int) -> Points:
+    """Add the buckets that save most, up to ``count``."""
     assignment = start(problem, buckets[1:])
-    grow(problem, assignment, 1.0 - problem.expenses.of(buckets).sum(axis=0))
+    grow(problem, assignment, count)
     return np.asarray(np.unique(assignment.buckets, axis=0))
 
 
-def _graphs(budget: Budget, share: float) -> int:
-    return 0 if budget.graphs is None else int(budget.graphs * share + _SLACK)
+def adapt(problem: Problem, buckets: Points, order: PickOrder, count: int) -> Points:
+    """Return buckets for an engine that picks in another order than by cost.
+
+    There more buckets can serve worse. Removes each bucket that takes needs away from a cheaper
+    one, and adds what saves under the engine's order, up to ``count``.
+    """
+    corners, weights = problem.cells.corners, problem.cells.weights
+    for _ in range(_ROUNDS):
+        found = np.unique(np.concatenate([buckets, _promising(problem, buckets)]), axis=0)
+        found = found[np.argsort(order(found, problem.cost), kind="stable")]
+        costs, fits = problem.cost(found), dominates(found, corners)
+        numbers, is_top = np.arange(len(found)), (found == problem.top).all(axis=1)
+        chosen = (found[:, None] == buckets).all(axis=2).any(axis=1)
+
+        def first(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+            at = np.flatnonzero(chosen)
+            return np.asarray(at[fits[at].argmax(axis=0)])  # noqa: B023
+
+        def paid(chosen: NDArray[np.bool_]) -> float:
+            return float(costs[first(chosen)] @ weights)  # noqa: B023
+
+        before = paid(chosen)
+        while len(trials := np.flatnonzero(chosen & ~is_top)):
+            after = [paid(chosen & (numbers != at)) for at in trials]
+            if min(after) > paid(chosen):
+                break
+            chosen[trials[int(np.argmin(after))]] = False
+        while chosen.sum() < count:
+            now = first(chosen)
+            taken = fits & (numbers[:, None] < now)
+            changes = np.where(taken, costs[:, None] - costs[now], 0.0) @ weights
+            if changes.min() > -_MIN_GAIN * paid(chosen):
+                break
+            chosen[int(changes.argmin())] = True
+        buckets = found[chosen]
+        if before - paid(chosen) <= _MIN_GAIN * before:
+            break
+    return buckets
+
+
+def _promising(problem: Problem, buckets: Points) -> Points:
+    """The candidates that would save most if the engine picked by cost."""
+    assignment = start(problem, buckets[(buckets < problem.top).any(axis=1)])
+    gains = assignment.gains(problem.candidates, problem.cost(problem.candidates))
+    best = np.argsort(-gains, kind="stable")[:_CANDIDATES]
+    return problem.candidates[best[gains[best] > 0]]

@@ -30,50 +30,23 @@ def start(problem: Problem, buckets: Points | None = None) -> Assignment:
     return Assignment(problem.cells.corners, problem.cells.weights, problem.cost, together)
 
 
-def grow(problem: Problem, assignment: Assignment, left: Floats) -> Floats:
-    """Add the buckets with the best saving per expense while the budget lasts.
-
-    ``left`` and the result, ``[limits]``, are the unspent shares of the budget before and after.
-    """
-    candidates = _Candidates(problem, assignment)
-    while (at := candidates.best(left)) is not None:
-        assignment.add(problem.candidates[at])
-        left = left - candidates.takes[at]
-    return left
-
-
-class _Candidates:
-    """The candidates of a problem with an upper bound of the saving per expense of each."""
-
-    def __init__(self, problem: Problem, assignment: Assignment) -> None:
-        self._candidates, self._assignment = problem.candidates, assignment
-        self._costs = problem.cost(problem.candidates)
-        self.takes = problem.expenses.of(problem.candidates)
-        self._scarce = np.maximum(self.takes.max(axis=1), 1e-12)
-        self._most = assignment.gains(problem.candidates, self._costs) / self._scarce
-        self._is_fresh = np.ones(len(self._most), np.bool_)
-
-    def best(self, left: Floats) -> int | None:
-        """Return the best affordable candidate, or None where none saves anything."""
-        self._most[(self.takes > left + _SLACK).any(axis=1)] = 0.0
-        while True:
-            order = np.argsort(-self._most, kind="stable")[:_BATCH]
-            stale = order[~self._is_fresh[order] & (self._most[order] > 0)]
-            if self._is_fresh[order[0]] or not len(stale):
-                self._is_fresh[:] = False
-                return int(order[0]) if self._most[order[0]] > 0 else None
-            gains = self._assignment.gains(self._candidates[stale], self._costs[stale])
-            self._most[stale] = gains / self._scarce[stale]
-            self._is_fresh[stale] = True
+def grow(problem: Problem, assignment: Assignment, count: int) -> None:
+    """Add the candidates that save most, until there are ``count`` buckets or nothing is saved."""
+    candidates, costs = problem.candidates, problem.cost(problem.candidates)
+    bounds = assignment.gains(candidates, costs)  # of the gains, which only shrink
+    while len(assignment.buckets) < count and bounds.max() > 0:
+        best = np.argsort(-bounds, kind="stable")[:_BATCH]
+        bounds[best] = assignment.gains(candidates[best], costs[best])
+        at = int(bounds.argmax())
+        if at in best and bounds[at] > 0:
+            assignment.add(candidates[at])
 
 
-def improve(problem: Problem, assignment: Assignment, left: Floats) -> None:
+def improve(problem: Problem, assignment: Assignment, count: int) -> None:
     """Shrink buckets, and swap the least useful for better ones, while that saves.
 
-    Candidates are the problem's and the best cuts of the present buckets. ``left [limits]`` are the
-    unspent shares of the budget.
+    Candidates are the problem's and the best cuts of the present buckets.
     """
-    budget = left + problem.expenses.of(assignment.buckets).sum(axis=0)
     costs = problem.cost(problem.candidates)
     for _ in range(_ROUNDS):
         before = assignment.paid
@@ -81,7 +54,7 @@ def improve(problem: Problem, assignment: Assignment, left: Floats) -> None:
         gains = assignment.gains(problem.candidates, costs)
         best = np.argsort(-gains, kind="stable")[:_CANDIDATES_A_ROUND]
         offered = np.concatenate([_cuts(problem, assignment), problem.candidates[best]])
-        _swap(problem, assignment, offered, budget)
+        _swap(problem, assignment, offered, count)
         assignment.shrink()
         if before - assignment.paid <= _ROUND_GAIN * before:
             break
@@ -100,36 +73,18 @@ def _cuts(problem: Problem, assignment: Assignment) -> Points:
     return np.concatenate(found)
 
 
-def _swap(problem: Problem, assignment: Assignment, offered: Points, budget: Floats) -> None:
-    costs, takes = problem.cost(offered), problem.expenses.of(offered)
-    spent = problem.expenses.of(assignment.buckets).sum(axis=0)
-    gains = assignment.gains(offered, costs)
-    for at in np.argsort(-gains, kind="stable"):
-        candidate = offered[at : at + 1]
-        gain = float(assignment.gains(candidate, costs[at : at + 1])[0])
+def _swap(problem: Problem, assignment: Assignment, offered: Points, count: int) -> None:
+    costs = problem.cost(offered)
+    for at in np.argsort(-assignment.gains(offered, costs), kind="stable"):
+        gain = float(assignment.gains(offered[at : at + 1], costs[at : at + 1])[0])
         if gain <= _SLACK * assignment.paid:
             continue
-        assignment.add(candidate[0])
-        spent = spent + takes[at]
-        if (spent <= budget + _SLACK).all():
-            continue
-        out = _least_useful(problem, assignment, spent - budget)
-        if out is not None and assignment.losses()[out] < gain * (1 - _SLACK):
-            spent = spent - problem.expenses.of(assignment.buckets[out : out + 1])[0]
-            assignment.remove(out)
-        else:
-            spent = spent - takes[at]
-            assignment.remove(len(assignment.buckets) - 1)
-
-
-def _least_useful(problem: Problem, assignment: Assignment, over: Floats) -> int | None:
-    """The cheapest bucket to remove to get within the budget, except the last, which is new."""
-    losses = assignment.losses()
-    takes = problem.expenses.of(assignment.buckets)
-    losses[(takes < over - _SLACK).any(axis=1)] = np.inf
-    losses[-1] = np.inf
-    out = int(losses.argmin())
-    return out if np.isfinite(losses[out]) else None
+        assignment.add(offered[at])
+        if len(assignment.buckets) > count:
+            losses = assignment.losses()
+            out = int(losses[:-1].argmin())
+            is_better = losses[out] < gain * (1 - _SLACK)
+            assignment.remove(out if is_better else len(losses) - 1)
 
 
 class Assignment:
@@ -197,14 +152,14 @@ class Assignment:
     def shrink(self) -> None:
         """Shrink each bucket to the needs that it serves, and drop unused ones."""
         while True:
-            served = np.zeros_like(self.buckets)
-            np.maximum.at(served, self.which, self.corners)
-            served[0] = self.buckets[0]
+            needed = np.zeros_like(self.buckets)
+            np.maximum.at(needed, self.which, self.corners)
+            needed[0] = self.buckets[0]
             used = np.bincount(self.which, minlength=len(self.buckets)) > 0
             used[0] = True
-            if used.all() and (served == self.buckets).all():
+            if used.all() and (needed == self.buckets).all():
                 return
-            self._set(served[used])
+            self._set(needed[used])
 
 
 def _two_least(prices: Floats) -> tuple[Floats, Floats]:

@@ -103,8 +103,8 @@ class PlanReport:
         rho: the multiple that was requested of the guard; None: no guard.
         uses: share of the steps and of the waste of each bucket.
         seconds: warmup seconds of all buckets; None where they were not planned with.
-        bytes: of all graphs; None where they were not planned with.
         order: how the engine picks.
+        is_ladder: the buckets are the engine's own ladder, which wasted less.
     """
 
     space: BucketSpace
@@ -114,8 +114,8 @@ class PlanReport:
     rho: float | None
     uses: tuple[BucketUse, ...]
     seconds: float | None = None
-    bytes: float | None = None
     order: PickOrder = by_cost
+    is_ladder: bool = False
 
     def judge(self, demand: Demand) -> Judgement:
         """Serve another demand with the buckets."""

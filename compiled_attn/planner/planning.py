@@ -4,23 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from compiled_attn.planner.cost import CostModel
 from compiled_attn.planner.demand import Demand, Floats, Points
-from compiled_attn.planner.first_fit import adapt
-from compiled_attn.planner.fit import fit
+from compiled_attn.planner.fit import adapt, fit
 from compiled_attn.planner.judge import PlanReport, judge
 from compiled_attn.planner.pick import PickOrder, by_cost
-from compiled_attn.planner.problem import Budget, Expense, Expenses, check_needs, problem_of
+from compiled_attn.planner.problem import Problem, check_needs
 from compiled_attn.planner.region import Region
 from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.space import BucketSpace
 
-__all__ = ["plan"]
+__all__ = ["Budget", "plan"]
+
+Expense: TypeAlias = Callable[[Mapping[str, int]], float]
+
+_MOST_GRAPHS = 512  # of a budget in seconds alone
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Upper limits of what a plan captures; None: no limit.
+
+    Args:
+        graphs: number of buckets.
+        seconds: of warmup, summed over buckets.
+
+    Raises:
+        ValueError: nothing is limited, or a limit is not positive.
+    """
+
+    graphs: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.graphs is None and self.seconds is None:
+            raise ValueError("expected a limit, got none: set graphs or seconds")
+        for name, limit in (("graphs", self.graphs), ("seconds", self.seconds)):
+            if limit is not None and (
+                not 0 < limit < math.inf or (name == "graphs" and limit != int(limit))
+            ):
+                raise ValueError(f"expected {name} above 0, got {limit}: raise it, or leave it out")
 
 
 def plan(
@@ -31,19 +59,21 @@ def plan(
     axes: Sequence[Axis] = (),
     legal: Callable[[Mapping[str, Any]], Any] | None = None,
     seconds: Expense | None = None,
-    bytes: Expense | None = None,
     rho: float | None = 3.0,
     order: PickOrder = by_cost,
+    ladder: BucketSpace | None = None,
+    unseen: Demand | None = None,
     seed: int = 0,
 ) -> PlanReport:
     """Choose the buckets within a budget that waste least on a demand.
 
-    On one axis, counted in graphs, the choice is exact. On several it is near-optimal: needs are
-    grouped into cells, perturbed copies are added, and buckets are chosen greedily by their saving
-    and then swapped. A guard ensures that no legal need, expected or not, pays more than ``rho``
-    times its own cost. The guard takes at most a quarter of the budget; where that is not enough
-    for ``rho``, it takes a sixth and what the demand has no use for, and `PlanReport.guard` is the
-    multiple that it reaches. The maximum is always a bucket. Equal arguments give equal plans.
+    On one axis, without a guard, the choice is exact up to 2,500 distinct sizes. On several axes it
+    is near-optimal: needs are grouped into cells, perturbed copies are added, and buckets are
+    chosen greedily by their saving and then swapped. A guard ensures that no legal need, expected
+    or not, pays more than ``rho`` times its own cost. The guard takes at most a quarter of the
+    budget; where that is not enough for ``rho``, it takes a sixth and what the demand has no use
+    for, and `PlanReport.guard` is the multiple that it reaches. The maximum is always a bucket.
+    Equal arguments give equal plans.
 
     Args:
         demand: what steps need.
@@ -55,9 +85,11 @@ def plan(
         legal: which needs within the axes can occur, for the guard; takes sizes by axis, numbers or
             arrays of them: ``lambda need: need["blocks"] >= need["sequences"]``.
         seconds: warmup seconds of a bucket, for a budget in seconds; must not fall either.
-        bytes: of a bucket's graph, for a budget in bytes; must not fall either.
         rho: the guard's multiple; None: no guard.
         order: how the engine picks among buckets: `by_cost` or `by_size`.
+        ladder: the engine's own buckets. They are returned, with the maximum, where they are within
+            the budget and waste less than the chosen buckets: a plan is never worse.
+        unseen: needs that decide between the two; None: the demand itself.
         seed: of the perturbed copies.
 
     Raises:
@@ -75,30 +107,73 @@ def plan(
     limits = budget if isinstance(budget, Budget) else Budget(graphs=budget)
     model = CostModel.of_any(cost)
     region = Region.of(demand, axes, legal)
-    expenses = Expenses(region.names, limits, seconds, bytes)
+    needs = demand.histogram()
 
     def cost_of(points: Points) -> Floats:
         return model.of(region.names, points)
 
-    needs = demand.histogram()
+    def seconds_of(points: Points) -> Floats:
+        return CostModel.of_any(seconds or (lambda bucket: 0.0)).of(region.names, points)
+
+    def choose(count: int) -> Points:
+        buckets = fit(problem, region, count, rho)
+        return buckets if order is by_cost else adapt(problem, buckets, order, count)
+
+    def is_affordable(points: Points) -> bool:
+        if len(points) > (limits.graphs or _MOST_GRAPHS):
+            return False
+        return limits.seconds is None or seconds_of(points).sum() <= limits.seconds * (1 + 1e-9)
+
+    def report(buckets: Points, *, is_ladder: bool = False) -> PlanReport:
+        space = _space(region.axes, buckets, model)
+        judged = judge(space, demand, model, order)
+        guard = region.worst(buckets, cost_of, order)
+        spent = None if seconds is None else float(seconds_of(buckets).sum())
+        return PlanReport(
+            space, model, judged.waste, guard, rho, judged.uses, spent, order, is_ladder
+        )
+
+    if limits.seconds is not None and seconds is None:
+        raise ValueError(
+            "expected a function seconds=bucket -> seconds with a budget in seconds, got none: "
+            "pass one, fitted to a warmup for example"
+        )
     check_needs(needs, region, cost_of)
-    problem = problem_of(needs, region, cost_of, expenses, seed)
-    buckets = fit(problem, region, limits, rho)
-    if order is not by_cost:
-        buckets = adapt(problem, buckets, order)
-    space = _space(region.axes, buckets, model)
-    judged = judge(space, demand, model, order)
-    return PlanReport(
-        space=space,
-        cost=model,
-        waste=judged.waste,
-        guard=region.worst(buckets, cost_of, order),
-        rho=rho,
-        uses=judged.uses,
-        seconds=_sum(seconds, space),
-        bytes=_sum(bytes, space),
-        order=order,
-    )
+    problem = Problem.of(needs, region, cost_of, seed)
+    if not is_affordable(region.top[None]):
+        raise ValueError(f"expected a budget with room for the maximum, got {limits}: raise it")
+    high = limits.graphs or _MOST_GRAPHS
+    if limits.seconds is not None:  # all buckets take at least as long as the fastest
+        fastest = float(seconds_of(problem.candidates).min())
+        high = max(1, min(high, int(limits.seconds / max(fastest, 1e-9))))
+    chosen = report(_largest(choose, is_affordable, high, region.top[None]))
+    if ladder is None:
+        return chosen
+    own = np.array([[bucket[name] for name in region.names] for bucket in ladder], np.int64)
+    own = np.unique(np.concatenate([region.top[None], own]), axis=0)
+    if not is_affordable(own):
+        return chosen
+    theirs = report(own, is_ladder=True)
+    judging = demand if unseen is None else unseen
+    is_better = theirs.judge(judging).waste < chosen.judge(judging).waste
+    return theirs if is_better else chosen
+
+
+def _largest(
+    choose: Callable[[int], Points],
+    is_affordable: Callable[[Points], bool],
+    high: int,
+    least: Points,
+) -> Points:
+    """The plan of the most buckets that the budget affords, ``least`` if no other."""
+    best, low, count = least, 0, high
+    while low < high:
+        if is_affordable(found := choose(count)):
+            best, low = found, count
+        else:
+            high = count - 1
+        count = (low + high + 1) // 2
+    return best
 
 
 def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpace:
@@ -106,7 +181,3 @@ def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpac
     lows = np.minimum([axis.low for axis in axes], buckets.min(axis=0)).tolist()
     ranges = [replace(axis, low=low) for axis, low in zip(axes, lows, strict=True)]
     return BucketSpace(ranges, [Bucket.of(names, tuple(row)) for row in buckets.tolist()], cost)
-
-
-def _sum(expense: Expense | None, space: BucketSpace) -> float | None:
-    return None if expense is None else float(sum(expense(bucket) for bucket in space))

@@ -1,59 +1,46 @@
-"""A planning problem: needs in cells, their cost, the budget and the candidate buckets."""
+"""A planning problem: needs in cells, their cost and the candidate buckets."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from compiled_attn.planner.cells import Cells, compress, jitter
-from compiled_attn.planner.cost import CostModel
-from compiled_attn.planner.demand import Demand, Floats, Points
+from compiled_attn.planner.demand import Demand, Points
 from compiled_attn.planner.pick import CostOf
 from compiled_attn.planner.region import Region
 
-__all__ = ["Budget", "Expense", "Expenses", "Problem", "check_needs", "problem_of"]
-
-Expense: TypeAlias = Callable[[Mapping[str, int]], float]
+__all__ = ["Problem", "check_needs"]
 
 _CELLS = 2500
-_SIZES_OF_ONE_AXIS = 20_000
 _CHECKED = 2000
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Needs to be served, and the buckets that may serve them.
+class Problem(NamedTuple):
+    """Needs, and the buckets that may serve them.
 
     Args:
         cells: the needs.
         cost: of points.
         top: ``[axes]`` the maximum, always a bucket.
-        expenses: what buckets take of the budget.
         candidates: ``[m, axes]``.
     """
 
     cells: Cells
     cost: CostOf
     top: Points
-    expenses: Expenses
     candidates: Points
 
-
-def problem_of(
-    needs: Demand, region: Region, cost: CostOf, expenses: Expenses, seed: int
-) -> Problem:
-    """Group distinct needs into cells, and collect the candidate buckets for them."""
-    points, weights, count = needs.points, needs.weights, _SIZES_OF_ONE_AXIS
-    if len(region.names) > 1:
-        count = _CELLS
-        points, weights = jitter(points, weights, region.top, seed=seed, allows=region.allows)
-    cells = compress(points, weights, cost, count)
-    candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)
-    return Problem(cells, cost, region.top, expenses, candidates)
+    @classmethod
+    def of(cls, needs: Demand, region: Region, cost: CostOf, seed: int) -> Problem:
+        """Group distinct needs into cells, and collect the candidate buckets for them."""
+        points, weights = needs.points, needs.weights
+        if len(region.names) > 1:
+            points, weights = jitter(points, weights, region.top, seed=seed, allows=region.allows)
+        cells = compress(points, weights, cost, _CELLS)
+        candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)
+        return cls(cells, cost, region.top, candidates)
 
 
 def check_needs(needs: Demand, region: Region, cost: CostOf) -> None:
@@ -86,67 +73,3 @@ def check_needs(needs: Demand, region: Region, cost: CostOf) -> None:
                 f"{tuple(points[at].tolist())} and {costs[at]:g} for "
                 f"{tuple(above[at].tolist())}: correct the cost"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Upper limits of what a plan captures; None: no limit.
-
-    Args:
-        graphs: number of buckets.
-        seconds: of warmup, summed over buckets.
-        bytes: of captured graphs, summed over buckets.
-
-    Raises:
-        ValueError: nothing is limited, or a limit is not positive.
-    """
-
-    graphs: int | None = None
-    seconds: float | None = None
-    bytes: float | None = None
-
-    def __post_init__(self) -> None:
-        limits = {n: getattr(self, n) for n in ("graphs", "seconds", "bytes")}
-        given = {name: limit for name, limit in limits.items() if limit is not None}
-        if not given:
-            raise ValueError("expected a limit, got none: set graphs, seconds or bytes")
-        for name, limit in given.items():
-            if not 0 < limit < math.inf or (name == "graphs" and limit != int(limit)):
-                raise ValueError(f"expected {name} above 0, got {limit}: raise it, or leave it out")
-
-
-class Expenses:
-    """What buckets over the axes ``names`` take of a budget: one share per limit.
-
-    Raises:
-        ValueError: a limit on seconds or bytes without the function that measures a bucket.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        budget: Budget,
-        seconds: Expense | None = None,
-        bytes: Expense | None = None,
-    ) -> None:
-        self.counts_only = budget.seconds is None and budget.bytes is None
-        self._names = names
-        self._models: list[tuple[CostModel, float]] = []
-        for name, limit, expense in (
-            ("graphs", budget.graphs, lambda bucket: 1.0),
-            ("seconds", budget.seconds, seconds),
-            ("bytes", budget.bytes, bytes),
-        ):
-            if limit is None:
-                continue
-            if expense is None:
-                raise ValueError(
-                    f"expected a function {name}=bucket -> {name} with a budget in {name}, got "
-                    "none: pass one, fitted to a warmup for example"
-                )
-            self._models.append((CostModel.of_any(expense), float(limit)))
-
-    def of(self, points: Points) -> Floats:
-        """Return the shares of the limits that buckets take: ``[n, limits]``."""
-        shares = [model.of(self._names, points) / limit for model, limit in self._models]
-        return np.stack(shares, axis=1)

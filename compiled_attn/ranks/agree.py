@@ -21,7 +21,7 @@ from compiled_attn.ranks.group import Ranks
 
 __all__ = ["engine_on"]
 
-_PER_RANK = "num_blocks", "backend", "buckets", "warmup_workers", "warmup_journal", "prefix_key"
+_PER_RANK = "num_blocks", "backend", "buckets", "warmup_journal", "prefix_key"
 _SAMPLE = 1 << 16  # bytes of each weight that are compared
 
 
@@ -38,9 +38,9 @@ def engine_on(
     The cache of each rank is as large as that of the smallest.
 
     Args:
-        ranks: of the process group.
+        ranks: ranks of the process group.
         model: whole; `RankExecutor` shards it in place.
-        config: of the engine; sizes of the cache are per rank.
+        config: configuration of the engine; cache sizes are per rank.
         executor: `RankExecutor` for tensor parallelism, or
             `compiled_attn.contrib.context_parallel.ContextExecutor`, which divides contexts.
         others: passed to `compiled_attn.engine.Engine`.
@@ -83,7 +83,6 @@ def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
 
 
 def _checksum(model: nn.Module) -> str:
-    """Checksum of the names, shapes and first bytes of all weights and buffers."""
     total = 0
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         first = weight.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8)

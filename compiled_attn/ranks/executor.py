@@ -29,7 +29,7 @@ class RankExecutor(LocalExecutor):
     first, and the others then load it from the store or inductor's cache.
 
     Args:
-        ranks: of the process group.
+        ranks: ranks of the process group.
         model: sharded, see `divide`.
         config: the same on each rank.
 
@@ -46,7 +46,7 @@ class RankExecutor(LocalExecutor):
 
     @classmethod
     def divide(cls, model: PreTrainedModel, ranks: Ranks) -> None:
-        """Keep the part of the model that this rank computes, in place."""
+        """Shard the model in place."""
         shard(model, ranks)
 
     @classmethod
@@ -58,10 +58,6 @@ class RankExecutor(LocalExecutor):
         """See `LocalExecutor.warmup`; also raises RankLost if a rank exited."""
         with self.ranks.guard():
             return super().warmup(progress)
-
-    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
-        """See `Executor.finite_blocks`; the minimum over ranks."""
-        return self.ranks.minimum(super().finite_blocks(blocks))
 
     def report(self) -> ExecutorReport:
         """See `Executor.report`."""
@@ -81,7 +77,7 @@ class RankExecutor(LocalExecutor):
 
 
 def _facts(step: PlannedStep) -> dict[str, NDArray[np.int64]]:
-    """What defines a step, by name.
+    """Facts that define a step, by name.
 
     The slots of new tokens stand for the blocks: each block of a request was once new or is found
     by its tokens, and only the pool moves blocks.

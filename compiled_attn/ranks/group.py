@@ -127,12 +127,12 @@ class Ranks:
 
 def _difference(first: Mapping[str, list[int]], other: Mapping[str, list[int]]) -> str:
     name = next(name for name in first if first[name] != other[name])
-    wanted, got = first[name], other[name]
-    pairs = enumerate(zip(wanted, got, strict=False))
+    expected, got = first[name], other[name]
+    pairs = enumerate(zip(expected, got, strict=False))
     at = next((at for at, pair in pairs if pair[0] != pair[1]), None)
     if at is None:
-        return f"{len(got)} {name} instead of {len(wanted)}"
-    return f"{name} {got[at]} instead of {wanted[at]} (number {at} of {len(wanted)})"
+        return f"{len(got)} {name} instead of {len(expected)}"
+    return f"{name} {got[at]} instead of {expected[at]} (number {at} of {len(expected)})"
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def join_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
     KeyboardInterrupt in the main thread.
 
     Args:
-        timeout_s: of collectives; the exit of a process is detected at once.
+        timeout_s: timeout of collectives; the exit of a process is detected at once.
 
     Raises:
         RankLost: a rank exited.

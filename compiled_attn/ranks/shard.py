@@ -50,14 +50,14 @@ class AllReduced(nn.Module):
 
 
 def shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
-    """Keep the shard of one rank of a model, in place; returns the model.
+    """Shard a model for one rank, in place; returns the model.
 
     Norms, embeddings and the head are replicated. Key and value heads are split, or replicated on
     several ranks where there are fewer heads than ranks.
 
     Args:
         model: whole, the same on each rank.
-        ranks: of the process group; one rank changes nothing.
+        ranks: ranks of the process group; one rank changes nothing.
 
     Raises:
         ModelRefused: transformers has no ``tp_plan`` for it, or one with unknown styles, or heads
@@ -103,15 +103,15 @@ def _check_sizes(model: PreTrainedModel, ranks: Ranks, splits: dict[str, str]) -
     config = model.config.get_text_config()
     heads, kv_heads = config.num_attention_heads, _kv_heads(model)
     if heads % ranks.count or (kv_heads % ranks.count and ranks.count % kv_heads):
-        wanted = f"whose heads are divisible by {ranks.count} ranks"
-        raise _refused(model, wanted, f"{heads} heads and {kv_heads} of keys and values")
+        expected = f"whose heads are divisible by {ranks.count} ranks"
+        raise _refused(model, expected, f"{heads} heads and {kv_heads} of keys and values")
     for name, style in splits.items():
         if style == "moe_tp_experts" or _is_kv(name):
             continue
         size = _weight(model, name).shape[_dim(style, _weight(model, name))]
         if size % (ranks.count * (2 if style == "packed_colwise" else 1)):
-            wanted = f"whose features are divisible by {ranks.count} ranks"
-            raise _refused(model, wanted, f"{size} of {name}")
+            expected = f"whose features are divisible by {ranks.count} ranks"
+            raise _refused(model, expected, f"{size} of {name}")
 
 
 def _split(model: PreTrainedModel, name: str, style: str, ranks: Ranks) -> None:
@@ -119,8 +119,8 @@ def _split(model: PreTrainedModel, name: str, style: str, ranks: Ranks) -> None:
     dim, index, count = _dim(style, weight), ranks.rank, ranks.count
     if _is_kv(name) and (several := count // min(count, _kv_heads(model))) > 1:
         index, count = index // several, count // several
-    halves = weight.data.chunk(2 if style == "packed_colwise" else 1, dim)
-    parts = [half.chunk(count, dim)[index] for half in halves]
+    groups = weight.data.chunk(2 if style == "packed_colwise" else 1, dim)
+    parts = [group.chunk(count, dim)[index] for group in groups]
     weight.data = torch.cat(parts, dim).contiguous()
     module = _module(model, name)
     if isinstance(module, nn.Linear):
@@ -164,8 +164,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _refused(model: PreTrainedModel, wanted: str, got: str) -> ModelRefused:
+def _refused(model: PreTrainedModel, expected: str, got: str) -> ModelRefused:
     return ModelRefused(
-        f"expected a model {wanted}, got {type(model).__name__} with {got}: use one process, or "
+        f"expected a model {expected}, got {type(model).__name__} with {got}: use one process, or "
         "another number of ranks"
     )

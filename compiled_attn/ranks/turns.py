@@ -51,7 +51,3 @@ class RankZeroFirst(Backend):
     def why_no_symbolic(self) -> str:
         """See `Backend`."""
         return self._backend.why_no_symbolic()
-
-    def why_no_precompile(self) -> str:
-        """See `Backend`; the workers of all ranks would compile the same graphs."""
-        return "only one of several ranks compiles at a time"

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
@@ -46,22 +46,7 @@ def create_app(
             print(_log_line(context), flush=True)
 
     app = with_limits(_routes(model, own_metrics), own_settings)
-    return with_cors(_CountOpen(TrackRequests(app, on_end), model), own_settings)
-
-
-class _CountOpen:
-    """Middleware that counts the requests a stop waits for."""
-
-    def __init__(self, app: ASGIApp, model: ServedModel) -> None:
-        self._app, self._model = app, model
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        is_counted = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        self._model.open_requests += is_counted
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._model.open_requests -= is_counted
+    return with_cors(TrackRequests(app, model, on_end), own_settings)
 
 
 def _routes(model: ServedModel, metrics: Metrics) -> FastAPI:
@@ -73,14 +58,13 @@ def _routes(model: ServedModel, metrics: Metrics) -> FastAPI:
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     handle_errors(app)
 
-    def add(path: str, endpoint: Endpoint[Any]) -> None:
-        @app.post(path)
-        async def generate(request: Request) -> Response:
-            return await endpoint.handle(await request.body())
-
-    add("/v1/chat/completions", ChatEndpoint(model, metrics))
-    add("/v1/completions", CompletionEndpoint(model, metrics))
-    add("/v1/responses", ResponseEndpoint(model, metrics))
+    endpoints: dict[str, Endpoint[Any]] = {
+        "/v1/chat/completions": ChatEndpoint(model, metrics),
+        "/v1/completions": CompletionEndpoint(model, metrics),
+        "/v1/responses": ResponseEndpoint(model, metrics),
+    }
+    for path, endpoint in endpoints.items():
+        app.add_route(path, endpoint.handle, methods=["POST"])  # FastAPI has nothing to parse
     described = {"id": model.name, "object": "model", "created": 0, "owned_by": "compiled-attn"}
 
     @app.get("/v1/models")

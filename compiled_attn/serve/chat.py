@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -22,7 +22,7 @@ from compiled_attn.serve.endpoint import Endpoint, TemplateEndpoint, finish_reas
 from compiled_attn.serve.http_errors import RequestError
 from compiled_attn.serve.output_parser import ToolCall
 from compiled_attn.serve.requests import ChatRequest, ChoicesRequest, CompletionRequest
-from compiled_attn.serve.streaming import error_event, merge_streams, stream_answer, to_json
+from compiled_attn.serve.streaming import error_event, merge_streams, to_json
 from compiled_attn.serve.token_logprobs import (
     ScoredToken,
     chat_logprobs,
@@ -109,14 +109,13 @@ class _ChoicesEndpoint(Endpoint[ChoicesT]):
 
     async def _stream(
         self, request: ChoicesT, handles: Sequence[RequestHandle], context: RequestContext
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str]:
         head = self._head(context, self._chunk_object)
-        streams = []
-        for index, handle in enumerate(handles):
-            writer = self._writer(head, index, self._tokenizer)
-            events = self._events(request, handle, writer)
-            streams.append(stream_answer(handle, events, writer, self._metrics.observe_gap))
         try:
+            streams = [
+                self._stream_answer(request, handle, self._writer(head, index, self._tokenizer))
+                for index, handle in enumerate(handles)
+            ]
             async for event in merge_streams(streams):
                 yield event
             if request.stream_options.include_usage:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -16,8 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_attn.engine import GenerationResult, RequestHandle
 from compiled_attn.serve.http_errors import RequestError
+from compiled_attn.serve.model import ServedModel
 
-__all__ = ["SALT_HEADER", "RequestContext", "TrackRequests", "current_request"]
+__all__ = ["SALT_HEADER", "RequestContext", "TrackRequests"]
 
 Result = TypeVar("Result")
 
@@ -27,8 +27,6 @@ SALT_HEADER = "X-Cache-Salt"
 _ID_HEADER = "X-Request-Id"
 _ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _CLIENT_GONE = 499  # as nginx logs it
-
-_current: ContextVar[RequestContext] = ContextVar("current_request")
 
 
 @dataclass
@@ -62,6 +60,7 @@ class RequestContext:
     held: list[Any] = field(default_factory=list)
     handles: list[RequestHandle] = field(default_factory=list)
     """Generations, which are cancelled when the request ends."""
+    has_ended: bool = False
 
     async def unless_gone(self, work: Awaitable[Result]) -> Result:
         """Awaits work, which is cancelled when the client goes away.
@@ -84,18 +83,30 @@ class RequestContext:
         found = []
         for handle in self.handles:
             if handle.has_finished:
-                with contextlib.suppress(Exception):  # the client was told
+                with contextlib.suppress(Exception):  # the response reported it
                     found.append(handle.result(0))
         return found
+
+    async def cancel_when_gone(self) -> None:
+        """Cancels the generations when the client goes away."""
+        await self._wait_gone()
+        self.cancel()
+
+    def add(self, handles: Sequence[RequestHandle]) -> None:
+        """Adds generations; from any thread."""
+        self.handles += handles
+        if self.has_ended:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancels all generations, also those that are added later."""
+        self.has_ended = True
+        for handle in self.handles:
+            handle.cancel()
 
     async def _wait_gone(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
-
-
-def current_request() -> RequestContext:
-    """Returns the request that is handled in this context."""
-    return _current.get()
 
 
 class TrackRequests:
@@ -103,19 +114,23 @@ class TrackRequests:
 
     Args:
         app: handles the requests.
+        model: counts those that a stop waits for.
         on_end: called with each request when its response was sent or its client has gone.
     """
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[RequestContext], None]) -> None:
-        self._app = app
-        self._on_end = on_end
+    def __init__(
+        self, app: ASGIApp, model: ServedModel, on_end: Callable[[RequestContext], None]
+    ) -> None:
+        self._app, self._model, self._on_end = app, model, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         context = _make_context(scope, receive)
-        token = _current.set(context)
+        scope["compiled_attn"] = context
+        is_counted = context.path.startswith("/v1/")
+        self._model.open_requests += is_counted
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -130,9 +145,8 @@ class TrackRequests:
             context.status = 500
             raise
         finally:
-            _current.reset(token)
-            for handle in context.handles:
-                handle.cancel()
+            context.cancel()
+            self._model.open_requests -= is_counted
             self._on_end(context)
 
 

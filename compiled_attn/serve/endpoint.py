@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-from fastapi.responses import Response, StreamingResponse
+from fastapi import Request
+from fastapi.responses import Response
 
-from compiled_attn.engine import GenerationResult, RequestHandle, SamplingParams
-from compiled_attn.serve.context import RequestContext, current_request
+from compiled_attn.engine import GenerationResult, Grammar, RequestHandle, SamplingParams
+from compiled_attn.serve.context import RequestContext
 from compiled_attn.serve.http_errors import RequestError
 from compiled_attn.serve.metrics import Metrics
 from compiled_attn.serve.model import ServedModel
 from compiled_attn.serve.output_parser import OutputParser, ParsedOutput, response_template
 from compiled_attn.serve.parse import check_unicode, drop_nulls, offload, parse_body
 from compiled_attn.serve.requests import GenerationRequest, TemplateRequest
-from compiled_attn.serve.streaming import EventWriter, ParsedEvents, TextEvents
+from compiled_attn.serve.streaming import (
+    EventStream,
+    EventWriter,
+    ParsedEvents,
+    TextEvents,
+    stream_answer,
+)
 from compiled_attn.text import AnswerPieces, Tokenizer
 from compiled_attn.text.answer import Answer
 from graphs.errors import clipped
@@ -28,6 +35,7 @@ __all__ = ["Endpoint", "TemplateEndpoint", "finish_reason"]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 TemplateT = TypeVar("TemplateT", bound=TemplateRequest)
 
+_PAUSE_OF_STREAM_S = 0.00025
 _MIN_CHARACTERS = 2**16  # of a prompt that is always tokenized
 
 
@@ -45,8 +53,8 @@ class Endpoint(ABC, Generic[RequestT]):
     def __init__(self, model: ServedModel, metrics: Metrics) -> None:
         self._model, self._metrics = model, metrics
 
-    async def handle(self, raw: bytes) -> Response:
-        """Answers the request with this body.
+    async def handle(self, http: Request) -> Response:
+        """Answers a request.
 
         Parsing, templates and tokenization run in worker threads, and end early when the client
         goes away.
@@ -55,23 +63,28 @@ class Endpoint(ABC, Generic[RequestT]):
             RequestError: it cannot be served.
         """
         self._model.check_accepts_requests()
-        context = current_request()
+        context: RequestContext = http.scope["compiled_attn"]
+        raw = await http.body()
         context.response_id = self.id_prefix + context.key
         try:
-            request = await context.unless_gone(offload(len(raw), self._parse, raw))
-            await self._compile_grammar(request, context)
-            prompts = await context.unless_gone(offload(len(raw), self._tokenize, request))
-            handles = await offload(len(raw), self._submit, request, prompts, context)
+            work = offload(len(raw), self._parse_and_submit, raw, context)
+            request, sampling = await context.unless_gone(work)
+            if sampling.grammar is not None:
+                await self._compile_grammar(sampling.grammar, context)
+                again = offload(len(raw), self._submit, request, sampling, context)
+                await context.unless_gone(again)
         except ValueError as error:
             raise RequestError(str(error)) from error
         except RecursionError as error:
             raise RequestError(
                 "expected a body of few levels, got one that is nested too deep: flatten it"
             ) from error
+        handles = context.handles
         if request.stream:
-            events = self._stream(request, handles, context)
-            return StreamingResponse(events, media_type="text/event-stream")
-        results = await asyncio.gather(*(self._result(handle, context) for handle in handles))
+            return EventStream(self._stream(request, handles, context), context)
+        results = await context.unless_gone(asyncio.gather(*handles))
+        if failed := [result.error for result in results if result.error]:
+            raise RuntimeError(failed[0])
         if any(result.logprobs is not None for result in results):  # of thousands of tokens, maybe
             content = await asyncio.to_thread(self._respond, request, results, context)
         else:
@@ -85,7 +98,7 @@ class Endpoint(ABC, Generic[RequestT]):
     @abstractmethod
     def _stream(
         self, request: RequestT, handles: Sequence[RequestHandle], context: RequestContext
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str]:
         """Yields server-sent events."""
 
     @abstractmethod
@@ -113,32 +126,48 @@ class Endpoint(ABC, Generic[RequestT]):
                 f"expected the model {self._model.name!r}, got {request.model!r}: GET /v1/models",
                 404,
             )
-        self._sampling(request)
         return request
 
     def _sampling(self, request: RequestT) -> SamplingParams:
         """Returns the sampling; raises RequestError for what this model does not serve."""
         return request.sampling(self._model.llm.model.generation_config)
 
-    async def _compile_grammar(self, request: RequestT, context: RequestContext) -> None:
+    def _parse_and_submit(
+        self, raw: bytes, context: RequestContext
+    ) -> tuple[RequestT, SamplingParams]:
+        """Submits the generations too, unless their grammar must be compiled before."""
+        request = self._parse(raw)
+        sampling = self._sampling(request)
+        if sampling.grammar is None:
+            self._submit(request, sampling, context)
+        return request, sampling
+
+    async def _compile_grammar(self, grammar: Grammar, context: RequestContext) -> None:
         """Compiles the grammar of the answer, which may take seconds, while others go on."""
-        if (grammar := request.grammar()) is None:
-            return
         compiled = self._model.llm.grammars.known(grammar)
         if compiled is None:
             work = self._model.grammars.compiled(grammar, context.client)
             compiled = await context.unless_gone(work)
         context.held.append(compiled)  # or others could push it out of the cache before its use
 
-    def _submit(
-        self, request: RequestT, prompts: Sequence[list[int]], context: RequestContext
-    ) -> list[RequestHandle]:
+    def _submit(self, request: RequestT, sampling: SamplingParams, context: RequestContext) -> None:
         """Submits all answers to all prompts, or none."""
-        sampling = self._sampling(request)
+        prompts = self._tokenize(request)
         pairs = [(prompt, self._limited(request, prompt, sampling)) for prompt in prompts]
-        handles = self._model.engine.submit_together(pairs, salt=context.salt)
-        context.handles += handles
-        return handles
+        context.add(self._model.engine.submit_together(pairs, salt=context.salt))
+
+    def _stream_answer(
+        self, request: RequestT, handle: RequestHandle, writer: EventWriter
+    ) -> AsyncGenerator[str]:
+        events = self._events(request, handle, writer)
+        return stream_answer(handle, events, writer, self._metrics.observe_gaps, self._pause_s)
+
+    def _pause_s(self) -> float:
+        """Limits the time that writing takes when there are many streams.
+
+        A write costs about as much however many tokens it has.
+        """
+        return self._model.open_requests * _PAUSE_OF_STREAM_S
 
     def _limited(
         self, request: RequestT, prompt: list[int], sampling: SamplingParams
@@ -148,12 +177,6 @@ class Endpoint(ABC, Generic[RequestT]):
             return sampling
         room = self._model.llm.engine.sizing.context - len(prompt)
         return replace(sampling, max_new_tokens=max(min(room, sampling.max_new_tokens), 1))
-
-    async def _result(self, handle: RequestHandle, context: RequestContext) -> GenerationResult:
-        result = await context.unless_gone(handle)
-        if result.error:
-            raise RuntimeError(result.error)
-        return result
 
     def _events(self, request: RequestT, handle: RequestHandle, writer: EventWriter) -> TextEvents:
         """Returns what makes the events of one answer."""
@@ -230,7 +253,7 @@ class TemplateEndpoint(Endpoint[TemplateT]):
 
 
 def finish_reason(result: GenerationResult, *, has_tool_calls: bool = False) -> Any:
-    """Returns why an answer ended, as the protocol names it."""
+    """Returns the finish reason in the words of the protocol."""
     if has_tool_calls:
         return "tool_calls"
     return "length" if result.finish_reason == "length" else "stop"

@@ -81,7 +81,7 @@ class Metrics:
         )
 
     def count(self, status: int, results: Iterable[GenerationResult]) -> None:
-        """Counts a request that has ended.
+        """Counts a finished request.
 
         Args:
             status: of its response.
@@ -96,9 +96,9 @@ class Metrics:
             if (gaps := len(result.tokens) - 1) > 0:
                 self._per_token.observe((result.latency_s - result.ttft_s) / gaps)
 
-    def observe_gap(self, seconds: float) -> None:
-        """Counts the time between two tokens of a stream; for the thread of the event loop."""
-        self._gaps.observe(seconds)
+    def observe_gaps(self, seconds: float, count: int) -> None:
+        """Counts times between tokens of a stream; for the thread of the event loop."""
+        self._gaps.observe(seconds, count)
 
     def exposition(self) -> bytes:
         """Returns the body of ``/metrics``; values of the engine only once it is warm."""
@@ -115,9 +115,9 @@ class _GapCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         return ()
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(_TOKEN, seconds)] += 1
-        self._sum += seconds
+    def observe(self, seconds: float, count: int) -> None:
+        self._counts[bisect_left(_TOKEN, seconds)] += count
+        self._sum += seconds * count
 
     def collect(self) -> Iterable[Metric]:
         name, text = "vllm:inter_token_latency_seconds", "Time between two tokens."
@@ -153,7 +153,7 @@ class _EngineCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield self._gauge(name, text, value)
-        outcomes = {
+        requests = {
             "served": report.requests - report.failed_requests,
             "failed": report.failed_requests,
         }
@@ -163,7 +163,7 @@ class _EngineCollector(Collector):
             "generated": report.generated_tokens,
         }
         hits: dict[str, Any] = {str(row["bucket"]): row["steps"] for row in report.buckets}
-        yield self._counter("requests", "Requests that finished.", outcomes, "outcome")
+        yield self._counter("requests", "Requests that finished.", requests, "outcome")
         yield self._counter("tokens", "Tokens by what was done with them.", tokens, "kind")
         yield self._counter("bucket_hits", "Steps that ran in each bucket.", hits, "bucket")
         preemptions = {"": report.preemptions}

@@ -7,7 +7,8 @@ not yet; they are those of transformers 5.24 (Apache-2.0).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from tokenizers.decoders import DecodeStream
@@ -18,6 +19,7 @@ from compiled_attn.text import LLM
 __all__ = ["OutputParser", "ParsedOutput", "Piece", "Reasoning", "ToolCall", "response_template"]
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_BETWEEN_MARKERS = re.compile("(?=<)|(?<=>)")  # a malformed call loses what is fed with its end
 
 
 def _template(start: str | list[str], **fields: Any) -> dict[str, Any]:
@@ -123,54 +125,79 @@ class OutputParser:
         tools: list[dict[str, Any]] | None,
     ) -> None:
         self._tokenizer = llm.tokenizer.of_transformers
-        prefix, typed_tools = self._tokenizer.decode(prompt), cast("Any", tools)
-        self._parser: Any = ResponseParser(template, prefix=prefix, tools=typed_tools)
+        self._template, self._tools = template, tools
+        self._parser = self._new_parser(self._tokenizer.decode(prompt))
+        self._call = ""  # text of the open tool call
         self._stream = DecodeStream([], skip_special_tokens=False)  # markers are special tokens
         self._tokens: list[int] = []
         self._decoded = 0
 
-    def start(self) -> Iterator[Piece]:
-        """Yields what the prompt began."""
-        return _pieces(self._parser.initial_events)
+    def start(self) -> list[Piece]:
+        """Returns what the prompt began."""
+        return self._pieces(lambda: self._parser.initial_events)
 
-    def put(self, token: int) -> Iterator[Piece]:
-        """Yields what a token completes."""
+    def put(self, token: int) -> list[Piece]:
+        """Returns what a token completes."""
         self._tokens.append(token)
         text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         self._decoded += len(text)
-        return _pieces(self._parser.feed(text)) if text else iter(())
+        return self._feed(text) if text else []
 
-    def finish(self) -> Iterator[Piece]:
-        """Yields the rest, after the last token."""
-        if rest := self._tokenizer.decode(self._tokens)[self._decoded :]:
-            yield from _pieces(self._parser.feed(rest))
-        try:
-            _, events = self._parser.finalize()
-        except (ValueError, RuntimeError):  # the answer ended within a call
-            return
-        yield from _pieces(events)
+    def finish(self) -> list[Piece]:
+        """Returns the rest, after the last token."""
+        rest = self._tokenizer.decode(self._tokens)[self._decoded :]
+        return [*self._feed(rest), *self._pieces(lambda: self._parser.finalize()[1])]
 
     def parse(self, tokens: Sequence[int]) -> ParsedOutput:
         """Parses a whole answer."""
-        self._parser.feed(self._tokenizer.decode(tokens))
-        message, _ = self._parser.finalize()
-        found = (message[name] for name in _REASONING_FIELDS if message.get(name) is not None)
-        calls = [_tool_call(each) for each in message.get("tool_calls") or ()]
-        return ParsedOutput(message.get("content", ""), next(found, None), calls)
+        pieces = self.start()
+        for text in _BETWEEN_MARKERS.split(self._tokenizer.decode(tokens)):
+            pieces += self._feed(text)
+        pieces += self.finish()
+        text = "".join([each for each in pieces if type(each) is str]).strip()
+        reasoning = "".join([each for each in pieces if isinstance(each, Reasoning)]).strip()
+        calls = [each for each in pieces if isinstance(each, ToolCall)]
+        return ParsedOutput(text, reasoning or None, calls)
 
+    def _new_parser(self, prefix: str) -> Any:
+        return ResponseParser(self._template, prefix=prefix, tools=cast("Any", self._tools))
 
-def _pieces(events: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    for event in events:
-        name, text = event.get("field"), event.get("text")
-        if event["type"] == "region_close" and name == "tool_calls":
-            yield _tool_call(event["value"])
-        elif event["type"] == "region_chunk" and text and not event.get("dirty"):
-            if name in _REASONING_FIELDS:
-                yield Reasoning(text)
-            elif name == "content":
-                yield text
+    def _feed(self, text: str) -> list[Piece]:
+        return self._pieces(lambda: self._parser.feed(text))
+
+    def _pieces(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> list[Piece]:
+        """Returns the pieces of the next events; a malformed tool call becomes plain text."""
+        try:
+            events = parse()
+        except Exception:  # whatever the model wrote in place of a call
+            self._parser = self._new_parser("")
+            return self._malformed_call()
+        pieces: list[Piece] = []
+        for event in events:
+            kind, name, text = event["type"], event.get("field"), event.get("text") or ""
+            if kind == "region_open":
+                self._call = ""
+            elif name == "tool_calls":
+                self._call += text
+                if kind == "region_close":
+                    try:
+                        pieces.append(_tool_call(event["value"]))
+                    except (KeyError, TypeError):
+                        pieces += self._malformed_call()
+            elif text and not event.get("dirty"):
+                if name in _REASONING_FIELDS:
+                    pieces.append(Reasoning(text))
+                elif name == "content":
+                    pieces.append(text)
+        return pieces
+
+    def _malformed_call(self) -> list[Piece]:
+        text, self._call = self._call, ""
+        return [text] if text else []
 
 
 def _tool_call(value: Mapping[str, Any]) -> ToolCall:
     name, arguments = value["function"]["name"], value["function"]["arguments"]
+    if not isinstance(name, str):
+        raise TypeError
     return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ _large = ThreadPoolExecutor(1, "serve-large")
 
 
 async def offload(size: int, work: Callable[..., Result], *given: Any) -> Result:
-    """Runs a function off the event loop, in the context of the caller.
+    """Runs a function off the event loop.
 
     Args:
         size: characters or bytes of its input. Large inputs have a thread of their own, so that
@@ -36,8 +35,7 @@ async def offload(size: int, work: Callable[..., Result], *given: Any) -> Result
         work, given: the function and its arguments.
     """
     pool = _large if size >= _LARGE else _small
-    run = contextvars.copy_context().run
-    return await asyncio.get_running_loop().run_in_executor(pool, run, work, *given)
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *given)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:

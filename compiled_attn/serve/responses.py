@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from openai.types.responses import (
@@ -27,7 +27,7 @@ from compiled_attn.serve.context import RequestContext
 from compiled_attn.serve.endpoint import TemplateEndpoint, finish_reason
 from compiled_attn.serve.output_parser import ToolCall
 from compiled_attn.serve.requests import ResponseRequest
-from compiled_attn.serve.streaming import merge_streams, stream_answer, to_json
+from compiled_attn.serve.streaming import to_json
 from compiled_attn.serve.token_logprobs import ScoredToken
 
 __all__ = ["ResponseEndpoint"]
@@ -41,13 +41,11 @@ class ResponseEndpoint(TemplateEndpoint[ResponseRequest]):
 
     async def _stream(
         self, request: ResponseRequest, handles: Sequence[RequestHandle], context: RequestContext
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str]:
         (handle,) = handles
         writer = _ResponseWriter(_Items(context, self._model.name, request))
         try:
-            events = self._events(request, handle, writer)
-            stream = stream_answer(handle, events, writer, self._metrics.observe_gap)
-            async for event in merge_streams([stream]):
+            async for event in self._stream_answer(request, handle, writer):
                 yield event
         except Exception as error:
             yield writer.fail(str(error))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Protocol
 
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
 from compiled_attn.engine import GenerationResult, RequestHandle, TokenEvent
+from compiled_attn.serve.context import RequestContext
 from compiled_attn.serve.http_errors import error_content
 from compiled_attn.serve.output_parser import OutputParser, Piece, Reasoning, ToolCall
 from compiled_attn.serve.token_logprobs import OffsetCounter, ScoredToken
 from compiled_attn.text import AnswerPieces, Tokenizer
 
 __all__ = [
+    "EventStream",
     "EventWriter",
     "ParsedEvents",
     "TextEvents",
@@ -23,6 +29,8 @@ __all__ = [
     "stream_answer",
     "to_json",
 ]
+
+_SHORTEST_PAUSE_S = 0.001
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -71,13 +79,12 @@ class TextEvents:
         """Returns the events before the first token."""
         return ""
 
-    def put(self, event: TokenEvent) -> str:
-        """Returns the events of a token."""
-        token, scores = event.token, event.logprobs
-        assert token is not None
-        if scores is not None and token not in self._end_tokens:
-            self._scores.append(self._offsets.add(token, scores))
-        text = self._pieces.put(token)
+    def put(self, events: Sequence[TokenEvent]) -> str:
+        """Returns the events of tokens."""
+        for event in events:
+            if event.logprobs is not None and event.token not in self._end_tokens:
+                self._scores.append(self._offsets.add(_token(event), event.logprobs))
+        text = self._pieces.put(*map(_token, events))
         return self._write(text) if text else ""
 
     def finish(self) -> str:
@@ -100,10 +107,9 @@ class ParsedEvents(TextEvents):
         """Returns the events of what the prompt began."""
         return self._write_all(self._parser.start())
 
-    def put(self, event: TokenEvent) -> str:
-        """Returns the events of a token."""
-        assert event.token is not None
-        return self._write_all(self._parser.put(event.token))
+    def put(self, events: Sequence[TokenEvent]) -> str:
+        """Returns the events of tokens."""
+        return "".join([self._write_all(self._parser.put(_token(event))) for event in events])
 
     def finish(self) -> str:
         """Returns the events after the last token."""
@@ -119,19 +125,26 @@ class ParsedEvents(TextEvents):
         return self._writer.reasoning(piece) if is_reasoning else self._writer.text(piece)
 
 
+def _token(event: TokenEvent) -> int:
+    assert event.token is not None
+    return event.token
+
+
 async def stream_answer(
     handle: RequestHandle,
     events: TextEvents,
     writer: EventWriter,
-    observe_gap: Callable[[float], None],
-) -> AsyncIterator[str]:
+    observe_gaps: Callable[[float, int], None],
+    pause_s: Callable[[], float],
+) -> AsyncGenerator[str]:
     """Yields the events of an answer as its tokens come.
 
     Args:
         handle: the generation, which is cancelled if the reader stops.
         events: makes the events of its tokens.
         writer: writes those before and after.
-        observe_gap: called with the seconds between two tokens.
+        observe_gaps: called with the mean seconds between tokens, and how many gaps there were.
+        pause_s: returns the seconds in which tokens are collected after each event.
 
     Raises:
         RuntimeError: the generation failed.
@@ -139,29 +152,34 @@ async def stream_answer(
     if start := writer.start() + events.start():
         yield start
     last_s = 0.0
-    async for event in handle:
-        now_s = time.perf_counter()
-        if last_s:
-            observe_gap(now_s - last_s)
-        last_s = now_s
-        result = event.result
-        if result is not None and result.error:
-            raise RuntimeError(result.error)
-        text = events.put(event)
-        if result is not None:
-            text += events.finish() + writer.finish(result)
-        if text:
-            yield text
+    try:
+        while batch := await handle.read():
+            now_s, result = time.perf_counter(), batch[-1].result
+            gap_s = (now_s - last_s) / len(batch) if last_s else 0.0
+            observe_gaps(gap_s, len(batch) if last_s else len(batch) - 1)
+            last_s, error = now_s, result.error if result is not None else ""
+            text = events.put(batch[:-1] if error else batch)
+            if result is not None and not error:
+                text += events.finish() + writer.finish(result)
+            if text:
+                yield text
+            if error:
+                raise RuntimeError(error)
+            if result is None and (seconds := pause_s()) > _SHORTEST_PAUSE_S:
+                await asyncio.sleep(seconds)
+    finally:
+        handle.cancel()
 
 
-async def merge_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
-    """Yields the events of streams as they come; the first that raises ends all.
+def merge_streams(streams: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[str]:
+    """Yields the events of streams as they come; the first that raises ends all."""
+    return streams[0] if len(streams) == 1 else _merge(streams)
 
-    Events that came while the reader was busy are joined: sending costs more than all else.
-    """
+
+async def _merge(streams: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[str]:
     queue: asyncio.Queue[str | Exception | None] = asyncio.Queue()
 
-    async def read(stream: AsyncIterator[str]) -> None:
+    async def read(stream: AsyncGenerator[str]) -> None:
         try:
             async for event in stream:
                 queue.put_nowait(event)
@@ -185,6 +203,36 @@ async def merge_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[
     finally:
         for task in tasks:
             task.cancel()
+
+
+class EventStream(Response):
+    """Sends server-sent events; cancels the generations when the client goes away.
+
+    Args:
+        events: yields them.
+        context: of the request.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str], context: RequestContext) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._events, self._context = events, context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends all events."""
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        gone = asyncio.ensure_future(self._context.cancel_when_gone())
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    body = event.encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            gone.cancel()
 
 
 def error_event(error: Exception) -> str:

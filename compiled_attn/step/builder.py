@@ -107,7 +107,7 @@ class BatchBuilder:
         other requests.
 
         Args:
-            table: block tables, kept up to date by the caller.
+            table: block tables, which are updated by the caller.
             rows: ``[R]`` rows of the step's requests, in order.
             context: ``[R]`` tokens in the cache before this step.
             query: ``[R]`` new tokens.
@@ -123,16 +123,16 @@ class BatchBuilder:
         at, before, new = (np.array(each, np.int64) for each in (rows, context, query))
         if not len(at):
             raise ValueError("expected at least one request in a step, got none")
-        wanted = np.ones(len(at), np.int64) if logits is None else np.array(logits, np.int64)
+        num_logits = np.ones(len(at), np.int64) if logits is None else np.array(logits, np.int64)
         prefill = (new > 1) | (before == 0) if is_prefill is None else np.array(is_prefill, bool)
-        _check_sizes(at, before, new, wanted, prefill)
+        _check_sizes(at, before, new, num_logits, prefill)
         return self._rows(
             table.blocks.reshape(-1),
             at * table.blocks.shape[1],
             table.lengths[at],
             before,
             new,
-            wanted,
+            num_logits,
             prefill,
             np.array(tokens, np.int64),
             table.in_place(at, self.num_blocks),

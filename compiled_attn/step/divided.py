@@ -28,7 +28,7 @@ class BlockShare:
 
     Args:
         process_rank: the rank's number; no graph depends on it.
-        count: of the ranks.
+        count: number of ranks.
     """
 
     process_rank: int
@@ -53,7 +53,7 @@ class DividedPlan(TablePlan):
     """A step of which a rank reads the earlier tokens that it stores.
 
     Args:
-        rows: its requests and tokens, in blocks of all ranks.
+        rows: requests and tokens, in blocks of all ranks.
         used: ``[R]`` blocks that each request reads.
         share: the blocks of the rank.
         block_size: slots in a block.
@@ -110,7 +110,7 @@ class DividedTableLayout(TableLayout):
 
     Args:
         num_blocks: blocks of all ranks, null block included, see `BlockShare.of_all`.
-        share: those of this rank.
+        share: blocks of this rank.
         group: name of the process group.
     """
 
@@ -127,7 +127,7 @@ class DividedTableLayout(TableLayout):
         ranks = KeyRanks(self.group, self.share.count)
         return replace(batch.metadata(block_size), ranks=ranks)
 
-    def wanted(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+    def logits_metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
         """None: the lengths are of earlier tokens alone."""
         return None
 

@@ -46,9 +46,9 @@ class ModelWork:
     """What a model computes, in floating point operations.
 
     Args:
-        linear: of one token outside attention (twice the weights it meets).
-        attention: of one query with one key, over all layers.
-        head: of one row of logits.
+        linear: work of a token outside attention (twice the weights).
+        attention: work of one query with one key, over all layers.
+        head: work of one row of logits.
     """
 
     linear: float
@@ -121,7 +121,7 @@ class StepLayout(Protocol):
     def metadata(self, batch: Any, block_size: int) -> UnifiedMetadata:
         """Returns the metadata for `unified_attention`: traceable, no host work."""
 
-    def wanted(self, batch: Any, block_size: int) -> UnifiedMetadata | None:
+    def logits_metadata(self, batch: Any, block_size: int) -> UnifiedMetadata | None:
         """Returns the rows ``logits_index`` of a batch as requests of one token each, which write
         to the null block and read what was written before; None: not supported.
         """

@@ -61,7 +61,7 @@ class AttentionMetadata:
         """Makes the metadata of a step, padded to ``requests`` and ``tokens``.
 
         Args:
-            rows: its requests and tokens.
+            rows: requests and tokens of the step.
             tables: ``[requests, W]`` block tables, padded already.
             requests, tokens: sizes to pad to.
             use_captured_graph: whether the step runs a captured graph.

@@ -156,7 +156,7 @@ class StepPlan:
     """A planned step in parts, which can be padded to any bucket that holds it.
 
     Args:
-        rows: its requests and tokens.
+        rows: requests and tokens of the step.
         entries: the cached blocks they read.
         shared: ``[n]`` bool, which entries are read by more than one query token.
         block_size: slots in a block.

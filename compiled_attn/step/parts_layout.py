@@ -115,7 +115,7 @@ class PartsLayout:
         """See `StepBatch.metadata`."""
         return batch.metadata(block_size, _CAUSAL_WIDTH)
 
-    def wanted(self, batch: StepBatch, block_size: int) -> UnifiedMetadata | None:
+    def logits_metadata(self, batch: StepBatch, block_size: int) -> UnifiedMetadata | None:
         """None: a row does not know the blocks of its request."""
         return None
 

@@ -87,7 +87,7 @@ class TableBatch(NamedTuple):
             query_start_loc=self.query_start_loc,
         )
 
-    def wanted(self, block_size: int) -> UnifiedMetadata:
+    def logits_metadata(self, block_size: int) -> UnifiedMetadata:
         """Returns the rows ``logits_index`` as requests of one token each, which write to the null
         block and see what their tokens do.
 
@@ -114,7 +114,7 @@ class TablePlan:
     """A planned step in tables, which can be padded to any bucket that holds it.
 
     Args:
-        rows: its requests and tokens.
+        rows: requests and tokens of the step.
         used: ``[R]`` blocks that each request reads.
         width: default width of the tables; None: that of the longest request.
 
@@ -136,14 +136,14 @@ class TablePlan:
         Raises:
             ValueError: the bucket or the width is too small.
         """
-        held = len(self.used)
+        count = len(self.used)
         sizes = {**(bucket or self.need), "width": self._width if width is None else width}
         check_holds(sizes, {**self.need, "width": self._widest})
         rows, tokens, requests = self.rows, sizes["tokens"], sizes["requests"]
         lengths, starts = np.zeros(requests, np.int32), np.zeros(requests + 1, np.int32)
-        lengths[:held] = rows.context + rows.query
+        lengths[:count] = rows.context + rows.query
         starts[1:] = len(rows.tokens)  # padded requests have no rows
-        starts[1 : 1 + held] = np.cumsum(rows.query)
+        starts[1 : 1 + count] = np.cumsum(rows.query)
         return TableBatch(
             padded(rows.tokens, tokens),
             padded(rows.positions, tokens),
@@ -181,11 +181,11 @@ class TableLayout:
     def ladder(
         self, limits: StepLimits, max_graphs: int, *, one_compile: bool = False
     ) -> BucketSpace:
-        """Returns 1, 2, 4 .. requests that decode, then more and more tokens.
+        """Returns decode buckets of 1, 2, 4 .. requests, and prefill buckets of more tokens.
 
-        With fewer graphs it keeps the largest sizes of each kind in turn. If one compile serves all
-        buckets, there are also finer sizes of prefills with few requests: a prompt needs few rows
-        of logits, and less of its last step is padding.
+        With fewer graphs it selects the largest sizes of each kind in turn. If one compile serves
+        all buckets, there are also finer sizes of prefills with few requests: a prompt needs few
+        rows of logits, and less of its last step is padding.
         """
         largest = limits.tokens, limits.seqs
         decode = [(size, size) for size in _doubling(1, limits.seqs)]
@@ -246,9 +246,9 @@ class TableLayout:
         """See `TableBatch.metadata`."""
         return batch.metadata(block_size)
 
-    def wanted(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
-        """See `TableBatch.wanted`."""
-        return batch.wanted(block_size)
+    def logits_metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+        """See `TableBatch.logits_metadata`."""
+        return batch.logits_metadata(block_size)
 
     def over(self, num_blocks: int, block_size: int, width: int) -> TableLayout:
         """See `StepLayout.over`."""

@@ -28,12 +28,11 @@ class TextPieces:
         self._context_text = ""
         self._open: list[int] = []  # whose text may change with the next token
 
-    def put(self, token: int) -> str:
-        """Returns what the token adds to the text; empty while a character is incomplete."""
-        if token in self._tokenizer.special:
-            return ""
-        self._open.append(token)
-        if self._tokenizer.is_in_run(token):
+    def put(self, *tokens: int) -> str:
+        """Returns what tokens add to the text; empty while a character is incomplete."""
+        special = self._tokenizer.special
+        self._open += [token for token in tokens if token not in special]
+        if not self._open or self._tokenizer.is_in_run(self._open[-1]):
             return ""
         piece = self._piece()
         if piece and self._tokenizer.is_settled(self._open, piece):
@@ -167,9 +166,10 @@ class AnswerPieces:
         self._filter = StopFilter(sampling.stop)
         self._end_tokens = end_tokens
 
-    def put(self, token: int) -> str:
-        """Returns what can be shown with this token; often nothing."""
-        return "" if token in self._end_tokens else self._filter.put(self._pieces.put(token))
+    def put(self, *tokens: int) -> str:
+        """Returns what can be shown with these tokens; often nothing."""
+        own = [token for token in tokens if token not in self._end_tokens]
+        return self._filter.put(self._pieces.put(*own)) if own else ""
 
     def rest(self) -> str:
         """Returns the rest after the last token."""

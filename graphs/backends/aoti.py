@@ -108,8 +108,8 @@ def build(
         ValueError: it reads tensors that are neither inputs, parameters nor buffers, or returns
             something that a package cannot describe.
     """
-    places = [i for i, value in enumerate(example_inputs) if isinstance(value, Tensor)]
-    if shared := DistinctInputs(function, places).mismatch(example_inputs):
+    indices = [i for i, value in enumerate(example_inputs) if isinstance(value, Tensor)]
+    if shared := DistinctInputs(function, indices).mismatch(example_inputs):
         raise ValueError(f"{shared}: give each a tensor of its own")
     stateless = Stateless(function, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
@@ -120,7 +120,7 @@ def build(
             "inputs, or buffers of the module that is captured"
         )
     inputs = parameter_names(function, len(example_inputs))
-    takes = [inputs[place] for place in places]
+    takes = [inputs[index] for index in indices]
     takes += [f"self.{spec.name}" for spec in stateless.state.specs]
     layout = json.dumps(_layout(stateless) | {"written": _written(program, takes)})
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,6 +162,6 @@ def _layout(stateless: Stateless) -> dict[str, Any]:
         "takes": stateless.takes,
         "leaves": returned.leaves,
         "spec": pytree.treespec_dumps(returned.spec),
-        "tensors": stateless.places,
+        "tensors": stateless.indices,
         "state": stateless.state.layout(),
     }

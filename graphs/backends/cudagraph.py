@@ -1,6 +1,6 @@
 """Explicit CUDA graphs: recorded once, replayed at fixed addresses.
 
-What a user has to know:
+Rules for users:
 
 - The next replay of any graph of the same callable overwrites the outputs: use or copy them before
   (or capture with ``fresh_outputs=True``).
@@ -173,7 +173,7 @@ class _Writes:
     """Finds the static inputs that the callable writes to, which have to be copied back."""
 
     def __init__(self, given: Sequence[Input], statics: Sequence[Input]) -> None:
-        self.places: list[int] = []
+        self.indices: list[int] = []
         self._statics = statics
         self._before = {
             i: (value._version, value.clone())
@@ -191,21 +191,21 @@ class _Writes:
         Raises:
             ValueError: an input that is written to shares memory with another.
         """
-        for place, (version, content) in self._before.items():
-            static: Any = self._statics[place]
+        for index, (version, content) in self._before.items():
+            static: Any = self._statics[index]
             if static._version != version or not torch.equal(_bytes(static), _bytes(content)):
-                self.places.append(place)
-                if self._storages.count(self._storages[place]) > 1:
+                self.indices.append(index)
+                if self._storages.count(self._storages[index]) > 1:
                     raise ValueError(
-                        f"input {place} is written to and shares memory with another input: pass "
+                        f"input {index} is written to and shares memory with another input: pass "
                         "tensors of their own, or keep them as buffers of the module"
                     )
         self._before.clear()
 
     def give_back(self, inputs: Sequence[Any]) -> None:
         """Copy what was written to the caller's tensors."""
-        for place in self.places:
-            given, static = inputs[place], self._statics[place]
+        for index in self.indices:
+            given, static = inputs[index], self._statics[index]
             if given.data_ptr() != static.data_ptr():  # type: ignore[union-attr]
                 given.copy_(static)
 
@@ -232,9 +232,9 @@ class _Replay:
         recording = self._recording
         assert recording is not None  # a closed graph is never called
         self._expect_nothing_moved()
-        for place, static in self._statics:
-            if inputs[place].data_ptr() != static.data_ptr():
-                static.copy_(inputs[place], non_blocking=True)
+        for index, static in self._statics:
+            if inputs[index].data_ptr() != static.data_ptr():
+                static.copy_(inputs[index], non_blocking=True)
         recording.replay()
         note_replay()
         self._writes.give_back(inputs)
@@ -268,10 +268,10 @@ def _on(kind: str, inputs: Sequence[Input]) -> AbstractContextManager[object]:
     """
     tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
     device = next((value.device for value in tensors.values() if value.device.type == kind), kind)
-    for place, value in tensors.items():
+    for index, value in tensors.items():
         if value.device != device:
             raise ValueError(
-                f"input {place} is on {value.device}; expected all tensors on {device}, since a "
+                f"input {index} is on {value.device}; expected all tensors on {device}, since a "
                 "recorded graph cannot read another device: move it there"
             )
     return torch.cuda.device(device) if kind == "cuda" and tensors else nullcontext()
@@ -292,19 +292,19 @@ class StaticInputs:
         # Not inference tensors: these have no version, so writes would go unseen.
         with torch.inference_mode(False), torch.no_grad():
             return [
-                self._view(place, value).copy_(value) if isinstance(value, Tensor) else value
-                for place, value in enumerate(examples)
+                self._view(index, value).copy_(value) if isinstance(value, Tensor) else value
+                for index, value in enumerate(examples)
             ]
 
-    def _view(self, place: int, like: Tensor) -> Tensor:
+    def _view(self, index: int, like: Tensor) -> Tensor:
         extent = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
         needed = extent * like.element_size() if like.numel() else 0
-        flat = self._buffer(place, like.device, needed)[:needed].view(like.dtype)
+        flat = self._buffer(index, like.device, needed)[:needed].view(like.dtype)
         return flat.as_strided(like.shape, like.stride())
 
-    def _buffer(self, place: int, device: torch.device, needed: int) -> Tensor:
-        buffer = self._buffers.get((place, device))
+    def _buffer(self, index: int, device: torch.device, needed: int) -> Tensor:
+        buffer = self._buffers.get((index, device))
         if buffer is None or buffer.numel() < needed:
             buffer = torch.zeros(needed, dtype=torch.uint8, device=device)
-            self._buffers[place, device] = buffer
+            self._buffers[index, device] = buffer
         return buffer

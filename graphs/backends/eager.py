@@ -8,7 +8,7 @@ __all__ = ["EagerBackend"]
 
 
 class EagerBackend(Backend):
-    """Runs the callable as it is, behind the same checks as a compiled graph."""
+    """Runs the callable as it is, after the same checks as a compiled graph."""
 
     name = "eager"
 

@@ -7,17 +7,18 @@ view is lost in an HPU graph, so caches have to be tensors of their own.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
+from graphs.capture.input_overlaps import named_tensors, watch_writes
 from graphs.capture.inputs import Input
-from graphs.capture.wrappers import as_module, watch_writes
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
@@ -48,19 +49,21 @@ class HpuBackend(Backend):
 
     def capture(self, job: Job) -> Frozen:
         """Run `warm_runs` times; the first run records or compiles."""
-        mode, function = job.options["mode"], job.function
+        mode = job.options["mode"]
         if mode == "auto":
             mode = "lazy" if _is_lazy() else "eager"
-        named = [(f"input {i}", v) for i, v in enumerate(job.examples) if isinstance(v, Tensor)]
-        named += function.named_buffers() if isinstance(function, nn.Module) else ()
-        written_since = watch_writes(each for each in named if each[1]._is_view())
+        written_since = watch_writes(
+            (name, tensor)
+            for name, tensor in named_tensors(job.function, job.examples)
+            if tensor._is_view() and not tensor.is_inference()
+        )
         if mode == "lazy":
             frozen = _record(job)
         else:
             compiled = InductorBackend(self.name, "hpu_backend")
             spec = CaptureSpec(compiled, job.name, warm_runs=job.spec.warm_runs)
             frozen = compiled.capture(replace(job, spec=spec))
-        if written := written_since():
+        if written := ", ".join(sorted(written_since())):
             raise CaptureError(
                 job.name,
                 f"{written} is a view and is written in place, which an HPU graph loses: "
@@ -71,7 +74,7 @@ class HpuBackend(Backend):
 
 def _record(job: Job) -> Frozen:
     bridge = _bridge()
-    module = _Own(as_module(job.function))
+    module = _Own(job.function)
     mark_step = bridge.core.mark_step
 
     def run(*inputs: Input) -> Any:
@@ -93,12 +96,12 @@ def _record(job: Job) -> Frozen:
 class _Own(nn.Module):
     """A module for one graph: the bridge stores its recording in the module that it wraps."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.module = module
+        self.function = function
 
     def forward(self, *inputs: Input) -> Any:
-        return self.module(*inputs)
+        return self.function(*inputs)
 
 
 def _bridge() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,17 +11,15 @@ from typing import Any
 
 import torch
 
-from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
-from graphs.capture.input_overlaps import watch_written_names
+from graphs.capture.contract import Backend, Frozen, Job
+from graphs.capture.input_overlaps import named_tensors, watch_writes
 from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
 from graphs.torch_internals.compiling import (
     compile_once,
     compiling,
     has_cpp_compiler,
-    inductor_compiler,
     is_missing_compiler,
-    why_no_disk_cache,
     why_stale,
 )
 from graphs.torch_internals.direct_call import direct_path
@@ -32,7 +29,7 @@ from graphs.torch_internals.features import with_features
 from graphs.torch_internals.replay.replay import Replays
 from graphs.watch.causes import describe_failure
 
-__all__ = ["InductorBackend", "compile_only", "freeze", "shareable"]
+__all__ = ["InductorBackend", "freeze", "shareable"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +80,7 @@ class InductorBackend(Backend):
         if sizes is not None:
             capture = partial(sizes.capture, job.name, job.examples, job.spec.warm_runs)
             make = partial(capture, partial(self.shared, job), make)
-        written = watch_written_names(job.function, job.examples)
+        written = watch_writes(named_tensors(job.function, job.examples))
         frozen = replays.record(make) if replays else make()
         return replace(frozen, keep_alive=replays, written=written())
 
@@ -98,28 +95,6 @@ class InductorBackend(Backend):
     def why_no_symbolic(self) -> str:
         """An empty string: Dynamo has symbols for sizes."""
         return ""
-
-    def why_no_precompile(self) -> str:
-        """Why inductor's cache on disk cannot be used, or an empty string."""
-        if self._compiler != "inductor":
-            return super().why_no_precompile()
-        return why_no_disk_cache()
-
-    def precompile(self, job: Job) -> None:
-        """Compile into inductor's cache on disk, and run nothing.
-
-        Raises:
-            NotImplementedError: this compiler has no such cache, or it is switched off.
-        """
-        if reason := self.why_no_precompile():
-            raise NotImplementedError(reason)
-        compiler = inductor_compiler(job.options["mode"], job.options["options"])
-        compile_only(replace(job, examples=separate_storages(job.examples)), compiler)
-
-    def prepare(self) -> None:
-        """Load and probe once what every first compile needs, for forked processes to inherit."""
-        spec = CaptureSpec(InductorBackend(), "prepare")
-        InductorBackend.precompile(self, Job(torch.neg, [torch.ones(8)], spec))
 
 
 def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
@@ -159,30 +134,10 @@ def shareable(frozen: Frozen) -> Frozen:
     """Prepare a graph of symbolic sizes from :func:`freeze` for other captures to share."""
     direct = frozen.direct
     if direct is None:
-        return replace(frozen, why_not=lambda _: "this torch keeps its guards elsewhere")
+        return replace(frozen, why_not=lambda _: "this torch stores its guards elsewhere")
     why_not = direct.why_not
     sharing: dict[str, Any] = {"why_not": lambda examples: why_not(tuple(examples))}
     return replace(frozen, direct=replace(direct, sees_sizes=False), **sharing)
-
-
-def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
-    """Trace a callable and compile its graph with `compiler`; run nothing."""
-
-    def compile_and_refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
-        compiler(graph, inputs)
-
-        def refuse(*_: Any) -> None:
-            raise _Compiled
-
-        return refuse
-
-    compiled = compile_once(with_own_code(job.function, job.name), compile_and_refuse)
-    with compiling(), mark_symbolic(job.examples, job.dims), contextlib.suppress(_Compiled):
-        compiled(*job.examples)
-
-
-class _Compiled(Exception):
-    pass
 
 
 def _why_not(error: Exception) -> str:

@@ -111,12 +111,12 @@ class BucketSpace:
                 continue
             if any(legal(Bucket.of(self.names, point)) for point in _spread(cell)):
                 reached[bucket] = None
-        kept = [bucket for bucket in self._buckets if bucket in reached]
-        if not kept:
+        reachable = [bucket for bucket in self._buckets if bucket in reached]
+        if not reachable:
             raise ValueError(
                 "where() leaves no bucket: no legal need was found; check the predicate"
             )
-        return BucketSpace(self.axes, kept, self._cost)
+        return BucketSpace(self.axes, reachable, self._cost)
 
     def _cells(self) -> Iterator[tuple[tuple[int, int], ...]]:
         # All needs in one cell of the grid of sizes go to the same bucket.

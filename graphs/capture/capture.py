@@ -158,9 +158,9 @@ def _holds_of(
         return lambda values: len(values) == count and fits(*values) and holds(values)
     if not direct.unchecked:
         return direct.holds
-    holds, rest = direct.holds, [(place, inputs.specs[place]) for place in direct.unchecked]
+    holds, rest = direct.holds, [(index, inputs.specs[index]) for index in direct.unchecked]
     return lambda values: (
-        holds(values) and not any(spec.mismatch(values[place]) for place, spec in rest)
+        holds(values) and not any(spec.mismatch(values[index]) for index, spec in rest)
     )
 
 
@@ -180,8 +180,8 @@ def capture(
 ) -> CapturedGraph:
     """Freeze a callable or `nn.Module` at the shapes of its example inputs.
 
-    The callable really runs on the examples, `warm_runs` times: what it writes in place is written.
-    The caller gives examples that do no harm (a cache slot that nobody uses). The grad mode and the
+    The callable really runs on the examples, `warm_runs` times, and its in-place writes happen:
+    pass examples that do no harm (an unused cache slot). The grad mode and the
     other :class:`~graphs.capture.settings.Settings` of this moment become part of the graph.
 
     Args:

@@ -40,7 +40,7 @@ class Backend(ABC):
     options: Mapping[str, Any] | None = MappingProxyType({})
 
     def available(self) -> str | None:
-        """None, or in one line why it cannot work here and what would make it work."""
+        """Return None, or in one line why it cannot work here, and the remedy."""
         return None
 
     @abstractmethod
@@ -53,30 +53,12 @@ class Backend(ABC):
         """
 
     def has(self, job: Job) -> bool:
-        """Whether a capture would find its graph in a store."""
+        """Return whether a capture would find its graph in a store."""
         return False
 
     def why_no_symbolic(self) -> str:
-        """Why captures cannot share a graph of symbolic sizes, or an empty string."""
+        """Return why captures cannot share a graph of symbolic sizes, or an empty string."""
         return f"backend {self.name!r} captures at fixed sizes only"
-
-    def why_no_precompile(self) -> str:
-        """Why :meth:`precompile` does not work here, or an empty string."""
-        return f"backend {self.name!r} keeps nothing on disk"
-
-    def precompile(self, job: Job) -> None:
-        """Compile into a cache on disk, from which a later capture is quick, and run nothing.
-
-        Called in forked processes.
-
-        Raises:
-            NotImplementedError: see :meth:`why_no_precompile`.
-        """
-        raise NotImplementedError(self.why_no_precompile())
-
-    def prepare(self) -> None:
-        """Load once what every :meth:`precompile` needs, for forked processes to inherit."""
-        return
 
 
 @dataclass(frozen=True)
@@ -119,8 +101,14 @@ class CaptureSpec:
                 f"unknown option {unknown[0]!r}; expected the options of backend {backend.name!r} "
                 f"({', '.join(known) or 'none'}): correct its name, or leave it out"
             )
-        options = {**(known or {}), **self.options}
-        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "options", _copied({**(known or {}), **self.options}))
+
+
+def _copied(value: Any) -> Any:
+    """Copy nested containers, which a user may change later, but not the objects in them."""
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Detects writes to any of hundreds of dictionaries, in one call of numpy.
 
-CPython before 3.13 keeps a version number in each dictionary that every change replaces; Dynamo's
+CPython before 3.13 stores a version number in each dictionary that every change replaces; Dynamo's
 guards read it too. Elsewhere every check says that something may have changed.
 """
 
@@ -21,7 +21,7 @@ _OFFSET = 3 * _WORD  # after the reference count, the type and the number of ent
 
 
 class DictVersions:
-    """The versions of some dictionaries, which it keeps alive so that addresses are not reused.
+    """Versions of some dictionaries; holds references so that addresses are not reused.
 
     Args:
         dicts: plain dictionaries, or of a class derived from `dict`.
@@ -36,7 +36,7 @@ class DictVersions:
         start = int(addresses.min())
         words = (int(addresses.max()) - start) // _WORD + 1
         self._take = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(start)).take
-        self._places = (addresses - start) // _WORD
+        self._indices = (addresses - start) // _WORD
         self._versions = np.empty(len(addresses), np.uint64)
         self.update()
 
@@ -53,7 +53,7 @@ class DictVersions:
 
     def _read(self) -> bytes:
         # In mode "clip" numpy writes into `out` itself, not into a copy.
-        return self._take(self._places, out=self._versions, mode="clip").tobytes()
+        return self._take(self._indices, out=self._versions, mode="clip").tobytes()
 
 
 @functools.cache

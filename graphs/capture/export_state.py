@@ -86,15 +86,15 @@ class State:
         Raises:
             ValueError: the module itself replaced one, instead of writing in place.
         """
-        places = [(*home, i) for i, homes in enumerate(self.homes) for home in homes]
-        before = [own[key] for own, key, _ in places]
+        slots = [(*home, i) for i, homes in enumerate(self.homes) for home in homes]
+        before = [own[key] for own, key, _ in slots]
         try:
-            for own, key, i in places:
+            for own, key, i in slots:
                 own[key] = tensors[i]
             yield
-            changed = [i for own, key, i in places if own[key] is not tensors[i]]
+            changed = [i for own, key, i in slots if own[key] is not tensors[i]]
         finally:
-            for (own, key, _), tensor in zip(places, before, strict=True):
+            for (own, key, _), tensor in zip(slots, before, strict=True):
                 own[key] = tensor
         if changed:
             name = self.specs[changed[0]].name
@@ -115,7 +115,7 @@ class Stateless(nn.Module):
     """Takes the tensor inputs of a callable, then its state; returns the tensors it makes.
 
     Attributes:
-        places: indices of the inputs that are tensors; the others are fixed.
+        indices: indices of the inputs that are tensors; the others are fixed.
         takes: the source of each tensor it takes, as in :func:`bind_state`.
         returned: what the last call returned.
     """
@@ -126,17 +126,17 @@ class Stateless(nn.Module):
         object.__setattr__(self, "_function", function)  # no submodule: its tensors are inputs
         self._examples = list(examples)
         self.state = State(function)
-        self.places = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
-        self.takes = [["input", place] for place in self.places]
+        self.indices = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
+        self.takes = [["input", index] for index in self.indices]
         self.takes += [["state", i] for i in range(len(self.state.specs))]
         self.returned = Returned()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call the callable on `tensors` in place of its own."""
         inputs = list(self._examples)
-        for place, tensor in zip(self.places, tensors, strict=False):
-            inputs[place] = tensor
-        with self.state.replaced_by(tensors[len(self.places) :]):
+        for index, tensor in zip(self.indices, tensors, strict=False):
+            inputs[index] = tensor
+        with self.state.replaced_by(tensors[len(self.indices) :]):
             leaves, self.returned.spec = pytree.tree_flatten(self._function(*inputs))
         own = {id(tensor): take for tensor, take in zip(tensors, self.takes, strict=True)}
         made: list[Tensor] = []
@@ -184,7 +184,7 @@ def bind_state(
     graph, leaves, spec = load(), layout["leaves"], pytree.treespec_loads(layout["spec"])
     is_one_tensor = leaves == [["made", 0]] and spec.is_leaf()
     takes = [(kind == "state", i) for kind, i, *_ in layout["takes"]]
-    sizes = [(place, take[2]) for place, take in enumerate(layout["takes"]) if take[0] == "size"]
+    sizes = [(index, take[2]) for index, take in enumerate(layout["takes"]) if take[0] == "size"]
     distinct = DistinctInputs(function, layout["tensors"])
     changed = ModuleState.of(function).changed
 
@@ -195,8 +195,8 @@ def bind_state(
             raise StateChanged(f"{shared}, captured apart")
         own: Sequence[Any] = state.now()
         given: list[Any] = [own[i] if is_own else inputs[i] for is_own, i in takes]
-        for place, dim in sizes:
-            given[place] = given[place].shape[dim]
+        for index, dim in sizes:
+            given[index] = given[index].shape[dim]
         made = graph(given)
         if is_one_tensor:
             return made[0]

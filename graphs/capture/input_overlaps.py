@@ -7,7 +7,7 @@ that overlap would compute something else than its callable.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, combinations
 from operator import itemgetter
 from typing import Any
@@ -17,22 +17,25 @@ from torch import Tensor
 from graphs.capture.inputs import Input, byte_range, has_memory, parameter_names, ranges_overlap
 from graphs.capture.wrappers import tensors_of
 
-__all__ = ["InputOverlaps", "watch_written_names"]
+__all__ = ["InputOverlaps", "named_tensors", "watch_writes"]
 
 _MOST_KNOWN = 64
 
 
-def watch_written_names(
+def named_tensors(
     function: Callable[..., Any], inputs: Sequence[Input]
-) -> Callable[[], frozenset[str]]:
-    """Return a function that names what may have been written to in place since now.
+) -> list[tuple[str, Tensor]]:
+    """Name what a call may write to: inputs by parameter, parameters and buffers as `self.name`."""
+    names = parameter_names(function, len(inputs))
+    given = [(n, v) for n, v in zip(names, inputs, strict=True) if isinstance(v, Tensor)]
+    return given + [(f"self.{name}", tensor) for name, tensor in tensors_of(function)]
 
-    Inputs have the names of parameters; parameters and buffers of a module are `self.name`.
+
+def watch_writes(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], frozenset[str]]:
+    """Return a function that names the tensors that may have been written to since now.
+
     Inference tensors have no version counter, so they are always among them.
     """
-    names = parameter_names(function, len(inputs))
-    tensors = [(n, v) for n, v in zip(names, inputs, strict=True) if isinstance(v, Tensor)]
-    tensors += [(f"self.{name}", tensor) for name, tensor in tensors_of(function)]
     before = [(n, t, None if t.is_inference() else t._version) for n, t in tensors]
     return lambda: frozenset(n for n, t, v in before if v is None or t._version != v)
 
@@ -46,7 +49,7 @@ class InputOverlaps:
     Args:
         function: what was captured.
         examples: of the capture.
-        written: what the graph may write to, as from `watch_written_names`; None: anything.
+        written: what the graph may write to, as from `watch_writes`; None: anything.
     """
 
     def __init__(
@@ -57,14 +60,14 @@ class InputOverlaps:
     ) -> None:
         names = parameter_names(function, len(examples))
         self._function, self._names, self._written = function, names, written
-        self._places = [place for place, value in enumerate(examples) if has_memory(value)]
-        ranges = {place: byte_range(examples[place]) for place in self._places}
+        self._indices = [index for index, value in enumerate(examples) if has_memory(value)]
+        ranges = {index: byte_range(examples[index]) for index in self._indices}
         self._sizes = [end - start for start, end in ranges.values()]
         self._pairs = [
             (i, j)
-            for i, j in combinations(range(len(self._places)), 2)
-            if (self._writes(names[self._places[i]]) or self._writes(names[self._places[j]]))
-            and not ranges_overlap(ranges[self._places[i]], ranges[self._places[j]])
+            for i, j in combinations(range(len(self._indices)), 2)
+            if (self._writes(names[self._indices[i]]) or self._writes(names[self._indices[j]]))
+            and not ranges_overlap(ranges[self._indices[i]], ranges[self._indices[j]])
         ]
         self._state = _Ranges([*self._tensors()])
         self._written_state = _Ranges([row for row in self._tensors() if self._writes(row[2])])
@@ -74,7 +77,7 @@ class InputOverlaps:
             for own in ranges.values()
         ]
         self._known: set[tuple[int, ...]] = set()
-        self._take = itemgetter(*self._places) if len(self._places) > 1 else self._take_few
+        self._take = itemgetter(*self._indices) if len(self._indices) > 1 else self._take_few
 
     def hold(self, inputs: Sequence[Input]) -> bool:
         """Whether inputs, which have the layouts of the examples, add no overlap."""
@@ -90,9 +93,9 @@ class InputOverlaps:
             (at, at + size)
             for at, size in zip(map(Tensor.data_ptr, self._take(inputs)), self._sizes, strict=True)
         ]
-        names = [self._names[place] for place in self._places]
+        names = [self._names[index] for index in self._indices]
         for i, j in self._pairs:
-            is_one = inputs[self._places[i]] is inputs[self._places[j]]
+            is_one = inputs[self._indices[i]] is inputs[self._indices[j]]
             if not is_one and ranges_overlap(ranges[i], ranges[j]):
                 return (
                     f"inputs '{names[i]}' and '{names[j]}' overlap in memory and did not at the "
@@ -113,8 +116,8 @@ class InputOverlaps:
         ranges = [(start, start + size) for start, size in zip(at, self._sizes, strict=True)]
         if any(ranges_overlap(ranges[i], ranges[j]) for i, j in self._pairs):
             return False
-        for place, own, apart in zip(self._places, ranges, self._apart, strict=True):
-            state = self._state if self._writes(self._names[place]) else self._written_state
+        for index, own, apart in zip(self._indices, ranges, self._apart, strict=True):
+            state = self._state if self._writes(self._names[index]) else self._written_state
             if apart and state.overlap(own):
                 return False
         if len(self._known) >= _MOST_KNOWN:
@@ -123,7 +126,7 @@ class InputOverlaps:
         return True
 
     def _take_few(self, inputs: Sequence[Input]) -> Sequence[Any]:
-        return [inputs[place] for place in self._places]
+        return [inputs[index] for index in self._indices]
 
     def _tensors(self) -> list[tuple[int, int, str]]:
         return [

@@ -144,14 +144,14 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
     constants = [(i, v) for i, v in enumerate(examples) if not isinstance(v, Tensor)]
     if not constants:
         return check
-    places = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
+    indices = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
 
     def fits(*inputs: Any) -> bool:
-        for place, value in constants:
-            given = inputs[place]
+        for index, value in constants:
+            given = inputs[index]
             if given is not value and (type(given) is not type(value) or given != value):
                 return False
-        return check(*[inputs[place] for place in places])
+        return check(*[inputs[index] for index in indices])
 
     return fits
 
@@ -177,23 +177,23 @@ class DistinctInputs:
 
     Args:
         function: takes the inputs.
-        places: of those that are tensors.
+        indices: of those that are tensors.
     """
 
-    def __init__(self, function: Callable[..., Any], places: Sequence[int]) -> None:
-        self._names = parameter_names(function, max(places, default=-1) + 1)
-        self._places = [*places]
+    def __init__(self, function: Callable[..., Any], indices: Sequence[int]) -> None:
+        self._names = parameter_names(function, max(indices, default=-1) + 1)
+        self._indices = [*indices]
 
     def mismatch(self, inputs: Sequence[Input]) -> str:
         """Name two inputs that are the same tensor, or return an empty string."""
-        places = self._places
-        if len({id(inputs[place]) for place in places}) == len(places):
+        indices = self._indices
+        if len({id(inputs[index]) for index in indices}) == len(indices):
             return ""
         first: dict[int, str] = {}
-        for place in places:
-            before = first.setdefault(id(inputs[place]), self._names[place])
-            if before != self._names[place]:
-                return f"inputs '{before}' and '{self._names[place]}' are one tensor"
+        for index in indices:
+            before = first.setdefault(id(inputs[index]), self._names[index])
+            if before != self._names[index]:
+                return f"inputs '{before}' and '{self._names[index]}' are one tensor"
         return ""
 
 

@@ -66,11 +66,11 @@ _VERSIONS = {  # files of limit and use, and the row of inactive file pages
 
 def _groups() -> Iterator[_Group]:
     """The memory cgroups of this process that have a limit, up to the outermost."""
-    for version, place in cgroup_folders("memory"):
+    for version, folder in cgroup_folders("memory"):
         limit, use, idle = _VERSIONS[version]
-        most, used = number_in(place / limit), number_in(place / use)
+        most, used = number_in(folder / limit), number_in(folder / use)
         if most is not None and used is not None:
-            yield _Group(most, used - (_number_of(place / "memory.stat", idle) or 0))
+            yield _Group(most, used - (_number_of(folder / "memory.stat", idle) or 0))
 
 
 def _resident() -> int:

@@ -90,12 +90,12 @@ def _rows(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each dictionary to watch, by name: `layers.3.`, `layers.3._forward_hooks`."""
     for root, module in _modules_of(function):
         for path, part in module.named_modules(prefix=root):
-            place = f"{path}." if path else ""
+            prefix = f"{path}." if path else ""
             own = part.__dict__
-            yield place, own
+            yield prefix, own
             if own["_modules"]:
-                yield place, own["_modules"]
-            yield from ((place + hooks, own[hooks]) for hooks in _FORWARD_HOOKS if hooks in own)
+                yield prefix, own["_modules"]
+            yield from ((prefix + hooks, own[hooks]) for hooks in _FORWARD_HOOKS if hooks in own)
     yield from _GLOBAL_HOOKS.items()
 
 
@@ -124,9 +124,9 @@ def _modules_of(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]
             yield name, value
 
 
-def _difference(place: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -> str:
-    if place.endswith("_hooks"):
-        return _hook_difference(place, now, before)
+def _difference(prefix: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -> str:
+    if prefix.endswith("_hooks"):
+        return _hook_difference(prefix, now, before)
     if [*now] == [*before] and all(map(is_, now.values(), before.values())):
         return ""  # the common case, in C
     for name in (*before, *(name for name in now if name not in before)):
@@ -134,20 +134,20 @@ def _difference(place: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -
         if _is_same(old, new) or (_is_ignored(old) and _is_ignored(new)):
             continue
         if new is _ABSENT:
-            return f"{place}{name} was removed"
+            return f"{prefix}{name} was removed"
         if old is _ABSENT:
-            return f"{place}{name} was added"
+            return f"{prefix}{name} was added"
         if isinstance(old, _PLAIN) and isinstance(new, _PLAIN):
-            return f"{place}{name} is {quoted(new)}, was {quoted(old)}"
-        return f"{place}{name} was replaced"
+            return f"{prefix}{name} is {quoted(new)}, was {quoted(old)}"
+        return f"{prefix}{name} was replaced"
     return ""
 
 
-def _hook_difference(place: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -> str:
+def _hook_difference(prefix: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -> str:
     if [*now] == [*before] and all(now[key] is before[key] for key in now):
         return ""
-    path, _, kind = place.rpartition(".")
-    owner = "all modules" if place in _GLOBAL_HOOKS else path or "the module"
+    path, _, kind = prefix.rpartition(".")
+    owner = "all modules" if prefix in _GLOBAL_HOOKS else path or "the module"
     return f"the {kind.replace('_global', '').strip('_').replace('_', ' ')} of {owner} changed"
 
 

@@ -51,16 +51,16 @@ class SymbolicSizes:
             CaptureError: neither way of capturing works.
         """
         mismatch = ""
-        for place, graph in enumerate(self._graphs):
+        for index, graph in enumerate(self._graphs):
             if mismatch := graph.why_not(examples):
                 continue
             start = time.perf_counter()
             try:
                 graph = graph.warm_up(examples, name, warm_runs)
                 seconds = (time.perf_counter() - start) / warm_runs
-                return replace(graph, shared_as=self._graph_name(place), run_seconds=seconds)
+                return replace(graph, shared_as=self._graph_name(index), run_seconds=seconds)
             except CaptureError as error:  # such as of inputs that share memory
-                why = f"{self._graph_name(place)} fails on its inputs: {error.detail}"
+                why = f"{self._graph_name(index)} fails on its inputs: {error.detail}"
                 frozen = alone()
             _log.warning("%s: compiled at fixed sizes: %s", name, why)
             return replace(frozen, why_alone=why)
@@ -80,5 +80,5 @@ class SymbolicSizes:
         name = self._graph_name(len(self._graphs) - 1)
         return replace(graph, shared_as=name, why_alone=mismatch)
 
-    def _graph_name(self, place: int) -> str:
-        return f"{self.name} {place + 1}" if place else self.name
+    def _graph_name(self, index: int) -> str:
+        return f"{self.name} {index + 1}" if index else self.name

@@ -41,8 +41,8 @@ def user_error_from(what: str, error: BaseException) -> UserError:
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith((_OURS, "<frozen "))]
     file, line = user_line_in(others or frames)
-    place = f" ({file}:{line})" if file else ""
-    return UserError(f"{what} failed: {type(error).__name__}: {error}{place}")
+    location = f" ({file}:{line})" if file else ""
+    return UserError(f"{what} failed: {type(error).__name__}: {error}{location}")
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ def print_error(problem: object, code: int, program: str = "graphs") -> int:
 
 
 def refuse_unwritable(files: Iterable[Path | None], folder: Path | None) -> None:
-    """Check before the work that files can be written and a report drawn; makes its folder.
+    """Check before the work that files and a report can be written; makes its folder.
 
     Raises:
         OSError: a file or the folder cannot be written to.

@@ -42,9 +42,9 @@ def parse_input(text: str) -> Input:
             f"--input is {text!r}: expected SHAPE:DTYPE such as 2x8:float32, or =CONSTANT"
         )
     sizes = [int(size) for size in shape.split("x") if size]
-    wanted, there = math.prod(sizes) * dtype.itemsize, machine_bytes()
-    if there is not None and wanted > there:
-        raise UserError(f"--input {text} takes {wanted:,} bytes, but there are {there:,}")
+    needed, available = math.prod(sizes) * dtype.itemsize, machine_bytes()
+    if available is not None and needed > available:
+        raise UserError(f"--input {text} takes {needed:,} bytes, but there are {available:,}")
     fill = torch.ones if dtype.is_floating_point or dtype.is_complex else torch.zeros
     try:
         return fill(sizes, dtype=dtype)

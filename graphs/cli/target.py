@@ -47,10 +47,10 @@ def load_target(text: str) -> Target:
     """
     from torch import nn
 
-    place, colon, name = text.rpartition(":")
-    if not colon or not place or not name:
+    source, colon, name = text.rpartition(":")
+    if not colon or not source or not name:
         raise UserError(f"expected MODULE:NAME, got {text!r}: such as model.py:MyModule")
-    module = _import(place)
+    module = _import(source)
     with users_code(f"looking up {text}"):
         found = _lookup(module, name.removesuffix("()"))
     if name.endswith("()"):
@@ -67,15 +67,15 @@ def load_target(text: str) -> Target:
     return Target(text, found, module)
 
 
-def _import(place: str) -> ModuleType:
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
-        raise UserError(f"no such file: {place}")
-    with users_code(f"importing {place}"):
+def _import(source: str) -> ModuleType:
+    is_file = source.endswith(".py")
+    if is_file and not Path(source).is_file():
+        raise UserError(f"no such file: {source}")
+    with users_code(f"importing {source}"):
         try:
-            return _import_file(Path(place)) if is_file else _import_name(place)
+            return _import_file(Path(source)) if is_file else _import_name(source)
         except ModuleNotFoundError as error:
-            if error.name and not is_file and place.split(".")[0] == error.name.split(".")[0]:
+            if error.name and not is_file and source.split(".")[0] == error.name.split(".")[0]:
                 raise UserError(
                     f"no module named {error.name}: run where it can be imported, or name its .py "
                     "file"

@@ -46,9 +46,6 @@ def warmup(
     budget_seconds: Annotated[
         float | None, typer.Option(metavar="S", help="Start no capture after S seconds.")
     ] = None,
-    workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Compiling processes (inductor only).")
-    ] = 1,
     journal: Annotated[
         Path | None,
         typer.Option(
@@ -85,7 +82,6 @@ def warmup(
             backend=backend,
             order=cast("Order", order),
             budget_seconds=budget_seconds,
-            workers=workers,
             journal=journal,
         )
         refuse_unwritable([json], report)
@@ -107,7 +103,7 @@ def warmup(
 
 
 def _warm_up(manager: WarmupManager, target: str) -> int:
-    """Warm up; returns an exit code, also if Ctrl-C or the user's code ended it early."""
+    """Warm up; returns an exit code, also after Ctrl-C or an exit in the user's code."""
     from graphs.warmup.progress import progress_for
 
     try:

@@ -22,8 +22,8 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
     Args:
         folder: where to write.
         report: JSON-able values by name. Single values are shown at the top; a mapping becomes a
-            table, and so does a list of mappings, with a column per key. Two keys are drawn as
-            well: `buckets`, a list of rows (see :class:`graphs.report.rows.BucketRow`), and
+            table, and so does a list of mappings, with a column per key. Two keys become charts
+            as well: `buckets`, a list of rows (see :class:`graphs.report.rows.BucketRow`), and
             `series`, values over time: entries with a `title`, an ascending `x`, `lines` (values by
             name, as many as in `x`), and optionally `x_label`, `y_label` and a `limit`.
         title: heading of the page.

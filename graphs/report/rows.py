@@ -24,7 +24,6 @@ class BucketRow:
         sizes: by axis.
         hits: how often it was used.
         waste: share of padding in what ran in it, 0 to 1.
-        warmup_seconds: duration of its capture.
         step_ms: percentiles of its steps in milliseconds: p50, p99, max.
     """
 
@@ -32,7 +31,6 @@ class BucketRow:
     sizes: Mapping[str, int] = field(default_factory=dict)
     hits: int | None = None
     waste: float | None = None
-    warmup_seconds: float | None = None
     step_ms: Mapping[str, float] = field(default_factory=dict)
     status: str = "captured"
     error: str = ""
@@ -82,7 +80,6 @@ def _row(row: Mapping[str, Any]) -> BucketRow:
         {str(axis): int(size) for axis, size in sizes.items()},
         None if hits is None else int(hits),
         _number(row.get("waste")),
-        _number(row.get("warmup_seconds")),
         {key: value for key, value in times.items() if _number(value) is not None},
         str(row.get("status", "captured")),
         str(row.get("error", "")),

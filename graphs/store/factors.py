@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -19,12 +19,12 @@ from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import tensors_of
 from graphs.files import short_digest
-from graphs.store.modules import version_of
+from graphs.store.modules import loaded, version_of
 from graphs.store.sources import sources_of
-from graphs.store.values import digest_of_globals, digest_of_values
-from graphs.torch_internals.settings import settings_digests, settings_snapshot
+from graphs.store.values import describe, digest_of_globals
+from graphs.torch_internals.settings import custom_passes, settings_digests, settings_snapshot
 
-__all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
+__all__ = ["GlobalDigests", "environment_factors", "graph_factors", "key_of"]
 
 _ANY = -1
 
@@ -56,8 +56,8 @@ def graph_factors(
     *,
     backend: str,
     options: Mapping[str, Any],
-    code: Mapping[str, Any] | None = None,
     dims: Sequence[Sequence[int]] = (),
+    digests: GlobalDigests | None = None,
 ) -> dict[str, Any] | None:
     """Everything that the graph of a callable at the shapes of its inputs depends on.
 
@@ -71,21 +71,25 @@ def graph_factors(
         inputs: example inputs.
         backend: its name.
         options: of the backend.
-        code: the result of :func:`code_factors`, if it is known already.
         dims: of each input, the dimensions whose sizes are symbolic.
+        digests: of globals, if captures before this one may have changed some.
 
     Returns:
-        None if an option is an object without a `uuid()`, whose effect cannot be recorded.
+        None if an option, or a custom pass of inductor, is an object without a `uuid()`, whose
+        effect cannot be recorded.
     """
-    described = _options(options)
+    described = _options({**custom_passes(), **options})
     if described is None:
         return None
+    description = describe(function)
+    sources, names = sources_of(description.objects)
+    digests = digests or GlobalDigests()
     return {
         **environment_factors(),
         "backend": backend,
         "options": described,
         "settings": _settings(),
-        "mode": {name: str(value) for name, value in Settings.current()._asdict().items()},
+        "mode": {name: str(value) for name, value in _mode().items()},
         "inputs": [
             str(_any_size(spec, own))
             for spec, own in zip(
@@ -93,8 +97,23 @@ def graph_factors(
             )
         ],
         "state": _state(function),
-        "values": digest_of_values(function),
-        **(code_factors(function) if code is None else code),
+        "values": description.digest,
+        "sources": sources,
+        "globals": short_digest(json.dumps(digests.read(names))),
+    }
+
+
+def _mode() -> dict[str, Any]:
+    attention = torch.backends.cuda
+    return {
+        **Settings.current()._asdict(),
+        "device": torch.get_default_device(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "cudnn": torch.backends.cudnn.enabled,
+        "flash_sdp": attention.flash_sdp_enabled(),
+        "mem_efficient_sdp": attention.mem_efficient_sdp_enabled(),
+        "math_sdp": attention.math_sdp_enabled(),
+        "cudnn_sdp": attention.cudnn_sdp_enabled(),
     }
 
 
@@ -110,10 +129,33 @@ def _any_size(spec: InputSpec, dims: Sequence[int]) -> InputSpec:
     )
 
 
-def code_factors(function: Callable[..., Any]) -> dict[str, Any]:
-    """Digests of the source files of a callable, and of the plain values in their globals."""
-    sources, modules = sources_of(function)
-    return {"sources": sources, "globals": digest_of_globals(modules)}
+class GlobalDigests:
+    """Digests of the globals of modules, apart from what captures change or import themselves.
+
+    That is not changed where the graphs are loaded, and so may not count.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+        self._before: dict[tuple[str, str], str] = {}
+
+    def read(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """Name and digest of those modules that count."""
+        self._last = now = _digests_of(names, is_known=True)
+        own = ((name, self._before.get((name, digest), digest)) for name, digest in now.items())
+        return [(name, digest) for name, digest in own if digest]
+
+    def ignore_changes(self) -> None:
+        """Ignore what has changed since the last call of `read`."""
+        for name, digest in _digests_of(self._last).items():
+            if (before := self._last[name]) != digest:
+                self._before[name, digest] = self._before.get((name, before), before)
+
+
+def _digests_of(names: Iterable[str], *, is_known: bool = False) -> dict[str, str]:
+    found = loaded(names)
+    absent = dict.fromkeys(names, "")
+    return absent | {n: digest_of_globals(m, is_known=is_known) for n, m in found.items()}
 
 
 @functools.lru_cache(maxsize=1)
@@ -174,9 +216,9 @@ def _text_of(value: Any) -> str | None:
     if isinstance(value, Mapping):
         inner = _options({str(name): each for name, each in value.items()})
         return None if inner is None else str(inner)
-    if callable(identity := getattr(value, "uuid", None)):
+    if callable(uuid := getattr(value, "uuid", None)) and (identity := uuid()) is not None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return f"{kind} {short_digest(repr(identity()))}"
+        return f"{kind} {short_digest(repr(identity))}"
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
+from graphs.backends.inductor import InductorBackend, freeze, shareable
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input, memory_shared_by
 from graphs.capture.symbolic import SymbolicSizes
@@ -23,7 +23,6 @@ from graphs.errors import CaptureError
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import Make, StoredBackend
 from graphs.torch_internals.artifacts import ArtifactCompiler, can_store, read
-from graphs.torch_internals.example_inputs import separate_storages
 from graphs.torch_internals.settings import has_cudagraphs
 
 __all__ = ["StoredInductor"]
@@ -97,14 +96,6 @@ class StoredInductor(StoredBackend, InductorBackend):
         if isinstance(factors, str):
             return False
         return self.store.has(factors | {"part": 0} if job.spec.sizes else factors)
-
-    def precompile(self, job: Job) -> None:
-        """Compile a graph that the store lacks into inductor's cache; runs and stores nothing."""
-        if job.options["mode"] is not None:
-            super().precompile(job)
-        elif not self.has(job):
-            job = replace(job, examples=separate_storages(job.examples))
-            compile_only(job, ArtifactCompiler(job))
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""

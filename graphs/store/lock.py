@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -36,7 +37,12 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = FileIO(path, "a+", opener=_CREATE)
+        try:
+            self._file = FileIO(path, "a+", opener=_CREATE)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            self._file = FileIO(path, "r")  # of a read-only store, which can still be loaded from
 
     def take(self, *, shared: bool = False) -> bool:
         """Try to acquire the lock, or to switch between shared and exclusive; never waits."""

@@ -9,11 +9,13 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
-__all__ = ["file_of", "imports_in", "is_own", "version_of"]
+__all__ = ["file_of", "has_file", "imports_in", "is_own", "loaded", "version_of"]
 
 # Also matches imports in comments and strings, whose words rarely name a module.
 _GAP = rb"(?:[ \t]|\\\r?\n)*"
@@ -32,24 +34,50 @@ def file_of(name: str) -> Path | None:
         return Path(path) if path and path.endswith(".py") and os.path.isfile(path) else None
     package, _, last = name.rpartition(".")
     if not package:
-        try:
-            spec = find_spec(name)
-        except (ImportError, ValueError):
-            return None
+        spec = _spec_of(name)
         return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
-    above = file_of(package)
-    if above is None or above.name != "__init__.py":
-        return None
-    places = (above.with_name(f"{last}.py"), above.parent / last / "__init__.py")
+    folders = [Path(folder, last) for folder in _folders_of(package)]
+    places = (place for each in folders for place in (each / "__init__.py", Path(f"{each}.py")))
     return next((place for place in places if place.is_file()), None)
+
+
+def _folders_of(package: str) -> list[str]:
+    """Where the modules of a package are, which may be a namespace of several folders."""
+    if package in sys.modules:
+        return [*getattr(sys.modules[package], "__path__", ())]
+    above, _, last = package.rpartition(".")
+    if not above:
+        spec = _spec_of(package)
+        return [*(spec.submodule_search_locations or ())] if spec else []
+    folders = (os.path.join(folder, last) for folder in _folders_of(above))
+    return [folder for folder in folders if os.path.isdir(folder)]
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    try:
+        return find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def loaded(names: Iterable[str]) -> dict[str, ModuleType]:
+    """Those of some modules that are imported already, by name."""
+    found = ((name, sys.modules.get(name)) for name in names)
+    return {name: module for name, module in found if isinstance(module, ModuleType)}
+
+
+def has_file(name: str) -> bool:
+    """Whether a module has a source file."""
+    path = getattr(sys.modules[name], "__file__", None) if name in sys.modules else file_of(name)
+    return path is not None and _is_source(str(path))
 
 
 def is_own(name: str) -> bool:
     """Whether a module has a source file outside of Python and its installed packages."""
     if name.partition(".")[0] in sys.stdlib_module_names:
         return False
-    file = file_of(name)
-    return file is not None and not _is_installed(str(file))
+    file = getattr(sys.modules[name], "__file__", None) if name in sys.modules else file_of(name)
+    return file is not None and _is_source(str(file)) and not _is_installed(str(file))
 
 
 def imports_in(text: bytes, package: str) -> Iterator[str]:
@@ -88,6 +116,11 @@ def version_of(package: str) -> str:
 def _distributions() -> Mapping[str, list[str]]:
     # Some packages are distributed under another name, as yaml is by PyYAML.
     return importlib.metadata.packages_distributions()
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_source(file: str) -> bool:
+    return file.endswith(".py") and os.path.isfile(file)
 
 
 @functools.lru_cache(maxsize=8192)

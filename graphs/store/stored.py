@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from graphs.backends.aoti import AotiBackend, load
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.errors import CaptureError
-from graphs.store.factors import code_factors, graph_factors
+from graphs.store.factors import GlobalDigests, graph_factors
 from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
 from graphs.watch.causes import describe_failure
@@ -27,7 +26,8 @@ Make: TypeAlias = Callable[[Path], tuple[Frozen, Callable[[], object]]]
 
 _log = logging.getLogger(__name__)
 _NO_UUID = (
-    "an option is an object without uuid(), so its effect cannot be recorded: add that method"
+    "an option or a custom pass is an object without uuid(), so its effect cannot be recorded: add "
+    "that method"
 )
 
 
@@ -52,9 +52,7 @@ class StoredBackend(Backend):
         self._read = read
         self.loaded = self.stored = 0
         self.misses = Misses()
-        # Computed before the first capture of a callable: a capture imports modules, whose globals
-        # would change the factors.
-        self._code: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        self._digests = GlobalDigests()
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
@@ -64,21 +62,12 @@ class StoredBackend(Backend):
                 job.examples,
                 backend=self.name,
                 options=job.options["options"] or {},
-                code=self._code_of(job.function),
                 dims=job.dims,
+                digests=self._digests,
             )
         except Exception as error:  # such as a torch that has its settings elsewhere
             return f"cannot compute the cache key: {describe_failure(error)}"
         return _NO_UUID if factors is None else factors
-
-    def _code_of(self, function: Callable[..., Any]) -> dict[str, Any]:
-        try:
-            known = self._code.get(function)
-            if known is None:
-                known = self._code[function] = code_factors(function)
-            return known
-        except TypeError:  # no hash, or no weak reference
-            return code_factors(function)
 
     def load_or_store(self, job: Job, factors: Mapping[str, Any], make: Make) -> Frozen:
         """Load the graph of these factors and run it on the examples, else capture and store it.
@@ -98,6 +87,8 @@ class StoredBackend(Backend):
         except CaptureError as error:
             _log.warning("compiling again, the loaded graph fails: %s", error)
             return False
+        finally:
+            self._digests.ignore_changes()
         self.loaded += 1
         return True
 
@@ -107,6 +98,7 @@ class StoredBackend(Backend):
             prefix="graphs-store-", ignore_cleanup_errors=True
         ) as folder:
             frozen, write = make(Path(folder))
+            self._digests.ignore_changes()
             about = {"model": _model(job.function), "name": job.graph_name}
             try:
                 write()

@@ -1,159 +1,318 @@
-"""Digests of the values that a graph bakes in: attributes, closures and globals."""
+"""Digests of the values that a graph bakes in: attributes, closures, defaults and globals."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import enum
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType, ModuleType
-from typing import Any
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from graphs.files import short_digest
-from graphs.store.modules import file_of, is_own
+from graphs.store.modules import has_file, is_own
 
-__all__ = ["digest_of_globals", "digest_of_values", "values_in"]
+__all__ = ["Description", "code_of", "describe", "digest_of_globals", "modules_used_by"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_CONTAINERS = (dict, tuple, list, set, frozenset)
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000  # a larger global container is data, not a setting
 # Dictionaries of hooks and the like, which every module has and most leave empty.
 _OF_ANY_MODULE = frozenset(
     name for name, part in vars(nn.Module()).items() if isinstance(part, (dict, set))
 )
-# Attributes with these endings differ between processes.
-_PER_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid", "process_rank")
+# Numbers in attributes with these endings differ between processes.
+_PER_PROCESS = (
+    "_hash",
+    "_address",
+    "_addresses",
+    "_data_ptr",
+    "_data_ptrs",
+    "_pid",
+    "_process_rank",
+)
 # Packages whose objects serve a module, hold counters and times, and are no part of its graph.
 _SERVING = ("graphs.capture", "graphs.store", "graphs.warmup", "graphs.watch")
+_NAMESPACES = (SimpleNamespace, MappingProxyType, argparse.Namespace)
 
 
-def digest_of_values(function: Callable[..., Any]) -> str:
-    """Digest of everything but tensors in a module's attributes, a function's closure and defaults.
+class Description(NamedTuple):
+    """What a callable is made of.
+
+    Attributes:
+        digest: of everything but the contents of tensors.
+        objects: all objects in it that are not plain values, each once.
+    """
+
+    digest: str
+    objects: list[Any]
+
+
+def describe(function: Callable[..., Any]) -> Description:
+    """Describe a module's attributes and hooks, or a function's closure and defaults.
 
     Left out are attributes whose names say that they are an address, a hash or a process, and the
     objects that capture and serve the module. Objects nested deeper than six levels are ignored.
     """
-    lines: list[str] = []
-    _Describer(lines).add(function, "", _MAX_DEPTH)
-    return _digest(lines)
+    describer = _Describer(with_packages=True)
+    describer.add(function, "", _MAX_DEPTH)
+    for name, hooks in vars(nn.modules.module).items():
+        if name.endswith(("_forward_hooks", "_forward_pre_hooks")) and isinstance(hooks, dict):
+            describer.add([*hooks.values()], name, _MAX_DEPTH)
+    return Description(describer.digest(), describer.objects)
 
 
-def digest_of_globals(modules: list[ModuleType]) -> str:
-    """Digest of the plain values, and containers of them, among the globals of modules."""
-    lines: list[str] = []
-    for module in modules:
-        for name, value in sorted(vars(module).items()):
-            if not name.startswith("__") and _is_plain(value):
-                _Describer(lines).add(value, f"{module.__name__}.{name}", _MAX_DEPTH)
-    return _digest(lines)
+def digest_of_globals(module: ModuleType, *, is_known: bool = False) -> str:
+    """Digest of a module's globals that its functions can use, and of its classes.
+
+    Objects of installed packages are left out, such as loggers and locks.
+
+    Args:
+        module: its globals.
+        is_known: whether :func:`modules_used_by` has just looked at it.
+    """
+    found = _known.get(module) if is_known else None
+    found = found or _globals_of(module)
+    describer = _Describer(with_packages=False)
+    for name, value in found.changing:
+        if _is_setting(value):
+            describer.add(value, name, _MAX_DEPTH)
+    return short_digest(f"{found.digest} {describer.digest()}")
 
 
-def values_in(function: Callable[..., Any]) -> Iterator[Any]:
-    """A callable and everything that it holds except plain values, each object once."""
-    seen: dict[int, Any] = {}
-    todo: list[tuple[Any, int]] = [(function, _MAX_DEPTH)]
-    while todo:
-        value, depth = todo.pop()
-        if id(value) in seen or depth < 0 or isinstance(value, (Tensor, enum.Enum, *_PLAIN)):
+def modules_used_by(module: ModuleType) -> frozenset[str]:
+    """The modules of the functions and classes among a module's globals."""
+    return _globals_of(module).modules
+
+
+class _Globals(NamedTuple):
+    """The globals of a module while the same objects are in it.
+
+    Attributes:
+        objects: all of them.
+        digest: of those that cannot change themselves, and of functions and classes.
+        changing: the others.
+        modules: of functions and classes.
+    """
+
+    objects: list[Any]
+    digest: str
+    changing: list[tuple[str, Any]]
+    modules: frozenset[str]
+
+
+_known: WeakKeyDictionary[ModuleType, _Globals] = WeakKeyDictionary()
+
+
+def _globals_of(module: ModuleType) -> _Globals:
+    # A model depends on a hundred modules, and each capture looks at all of them.
+    known, objects = _known.get(module), _objects_in(module)
+    if known and len(known.objects) == len(objects) and all(map(is_, known.objects, objects)):
+        return known
+    used = _names_used_in(module) if module.__name__ == "__main__" else None
+    describer = _Describer(with_packages=False)
+    changing: list[tuple[str, Any]] = []
+    modules: set[str] = set()
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("__") or not (used is None or name in used):
             continue
-        seen[id(value)] = value
-        yield value
-        if not _is_leaf(value):
-            left = _MAX_DEPTH if isinstance(value, nn.Module) else depth - 1
-            todo += [(part, left) for _, part in _parts(value)]
+        if isinstance(value, type):
+            # A class counts in the module that defines it, elsewhere by its name.
+            is_here = value.__module__ == module.__name__
+            describer.add(value, name, _MAX_DEPTH if is_here else -1)
+            modules.add(str(value.__module__))
+            inner = vars(value).items() if is_here else ()
+            changing += [
+                (f"{name}.{attribute}", part)
+                for attribute, part in inner
+                if isinstance(part, _CONTAINERS) and not attribute.startswith("__")
+            ]
+        elif isinstance(value, (FunctionType, BuiltinFunctionType, *_PLAIN)):
+            describer.add(value, name, _MAX_DEPTH)
+            if isinstance(value, FunctionType):
+                modules.add(str(value.__globals__.get("__name__")))
+        else:
+            changing.append((name, value))
+    _known[module] = _Globals(objects, describer.digest(), changing, frozenset(modules))
+    return _known[module]
 
 
-def _is_leaf(value: Any) -> bool:
-    return type(value).__module__.startswith(_SERVING) or isinstance(value, (ModuleType, type))
+def _objects_in(module: ModuleType) -> list[Any]:
+    """Everything that is another object after a change, of functions and classes too."""
+    objects = [*vars(module), *vars(module).values()]
+    for value in objects[len(objects) // 2 :]:
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            objects += vars(value).values()
+    functions = [each for each in objects if isinstance(each, FunctionType)]
+    return [*objects, *(each.__defaults__ for each in functions)]
 
 
-def _is_plain(value: Any, depth: int = _MAX_DEPTH) -> bool:
+def code_of(module: ModuleType) -> str:
+    """Digest of the functions of a module as it was loaded, and those of its classes."""
+    return short_digest("\n".join(_code_text(each.__code__) for each in _functions_of(module)))
+
+
+def _is_setting(value: Any, depth: int = _MAX_DEPTH) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
     # os.environ is a mapping but no dict, and so is left out.
-    if isinstance(value, (dict, tuple, list, set, frozenset)):
+    if isinstance(value, _CONTAINERS):
         inner = (*value, *value.values()) if isinstance(value, dict) else value
         return (
-            depth > 0 and len(value) <= _MAX_ITEMS and all(_is_plain(v, depth - 1) for v in inner)
+            depth > 0 and len(value) <= _MAX_ITEMS and all(_is_setting(v, depth - 1) for v in inner)
         )
-    return isinstance(value, (enum.Enum, *_PLAIN))
+    if isinstance(value, (FunctionType, BuiltinFunctionType, partial, nn.Module, type)):
+        return True
+    module = str(type(value).__module__)
+    return isinstance(value, _NAMESPACES) or (is_own(module) and not module.startswith("graphs."))
 
 
-def _digest(lines: list[str]) -> str:
-    return short_digest("".join(f"{line}\n" for line in lines))
+def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    for value in [*vars(module).values()]:
+        values: Iterable[Any] = (value,)
+        if isinstance(value, type):
+            values = vars(value).values() if value.__module__ == module.__name__ else ()
+        for each in map(_function_in, values):
+            if each is not None and each.__globals__ is vars(module):
+                yield each
+
+
+def _names_used_in(module: ModuleType) -> set[str]:
+    return set[str]().union(*(_names_of(each.__code__) for each in _functions_of(module)))
+
+
+class _Seen(NamedTuple):
+    value: Any  # so that its id stays unique
+    path: str
+    depth: int
 
 
 class _Describer:
-    """Appends lines that describe values, each object once."""
+    """Appends lines that describe values, each object once; later it is named by its first path.
 
-    def __init__(self, lines: list[str]) -> None:
-        self._lines = lines
-        self._seen: dict[int, Any] = {}  # holds the objects, so that their ids stay unique
-        self._class_values: dict[type, dict[str, Any]] = {}
+    Args:
+        with_packages: whether to look for functions that were replaced in classes of packages.
+    """
+
+    def __init__(self, *, with_packages: bool) -> None:
+        self._with_packages = with_packages
+        self._lines: list[str] = []
+        self._seen: dict[int, _Seen] = {}
+
+    @property
+    def objects(self) -> list[Any]:
+        return [seen.value for seen in self._seen.values()]
+
+    def digest(self) -> str:
+        return short_digest("".join(f"{line}\n" for line in self._lines))
 
     def add(self, value: Any, path: str, depth: int) -> None:
-        kind = type(value)
-        if isinstance(value, (enum.Enum, *_PLAIN)):
+        if isinstance(value, _PLAIN):
             self._lines.append(f"{path}={value!r}")
             return
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if isinstance(value, Tensor):
-            self._lines.append(f"{path}: {name}")
+        seen = self._seen.get(id(value))
+        if seen and seen.depth >= depth:
+            self._lines.append(f"{path}: as {seen.path}")
             return
-        if id(value) in self._seen or depth < 0 or isinstance(value, (ModuleType, type)):
-            self._lines.append(f"{path}: {getattr(value, '__qualname__', name)}")
+        self._lines.append(f"{path}: {_name_of(value)}")
+        if depth < 0:
             return
-        self._seen[id(value)] = value
-        self._lines.append(f"{path}: {name}")
-        if _is_leaf(value):
-            return
-        for attribute, part in _parts(value, self._values_of_class):
-            if not attribute.endswith(_PER_PROCESS):
-                # Modules may nest without limit, other objects may not.
-                left = _MAX_DEPTH if isinstance(part, nn.Module) else depth - 1
-                self.add(part, f"{path}.{attribute}", left)
+        self._seen[id(value)] = _Seen(value, seen.path if seen else path, depth)
+        if isinstance(value, (set, frozenset)):
+            self._add_members(value, f"{path}.member", depth - 1)
+        for name, part in _parts(value, self._with_packages):
+            if not _is_of_process(name, part):
+                self.add(part, f"{path}.{name}", _MAX_DEPTH if _nests(part) else depth - 1)
 
-    def _values_of_class(self, kind: type) -> dict[str, Any]:
-        if kind not in self._class_values:
-            self._class_values[kind] = _class_values(kind)
-        return self._class_values[kind]
+    def _add_members(self, members: Any, path: str, depth: int) -> None:
+        texts = []
+        before, self._lines = self._lines, []
+        for member in members:
+            self._lines = []
+            self.add(member, path, depth)
+            texts.append("\n".join(self._lines))
+        self._lines = [*before, *sorted(texts)]
 
 
-def _parts(
-    value: Any, of_class: Callable[[type], Mapping[str, Any]] | None = None
-) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return sorted(((repr(key), part) for key, part in value.items()), key=lambda pair: pair[0])
-    if isinstance(value, (list, tuple)):
-        return [(str(i), part) for i, part in enumerate(value)]
-    if isinstance(value, (set, frozenset)):
-        return [("set", sorted(map(repr, value)))]
-    if inspect.ismethod(value):
+def _nests(value: Any) -> bool:
+    """Whether it may be nested without limit: modules, and code that has no file."""
+    is_code = isinstance(value, (FunctionType, type)) and not has_file(str(value.__module__))
+    return is_code or isinstance(value, nn.Module)
+
+
+def _is_of_process(name: str, value: Any) -> bool:
+    return f"_{name}".endswith(_PER_PROCESS) and not isinstance(value, (bool, str, FunctionType))
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        layout = f"{value.dtype} {value.device} {value.layout}"
+        stride = value.stride() if value.layout is torch.strided else ""
+        return f"{type(value).__qualname__} {tuple(value.shape)} {stride} {layout}"
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        return f"{value.__globals__.get('__name__')}.{code.co_qualname}:{code.co_firstlineno}"
+    if isinstance(value, (np.ndarray, np.generic)):
+        return f"{value.dtype} {value.shape} {value if isinstance(value, np.generic) else ''}"
+    if isinstance(value, (range, slice)):
+        return repr(value)
+    if isinstance(value, (type, BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _parts(value: Any, with_packages: bool) -> list[tuple[str, Any]]:
+    kind = type(value)
+    if isinstance(value, type):
+        return _parts_of_class(value, with_packages)
+    if isinstance(value, (Tensor, ModuleType, logging.Logger)) or kind.__module__.startswith(
+        _SERVING
+    ):
+        return []
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, MethodType):
         return [("self", value.__self__), ("func", value.__func__)]
-    if inspect.isfunction(value):
-        return _function_parts(value)
     if isinstance(value, partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if dataclasses.is_dataclass(value):
-        return [
-            (field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)
-        ]
-    kind, own = type(value), getattr(value, "__dict__", {})
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        for place, (key, part) in enumerate([*value.items()]):
+            if isinstance(key, _PLAIN):
+                parts.append((repr(key), part))
+            else:
+                parts += [(f"key {place}", key), (f"value {place}", part)]
+    elif isinstance(value, (list, tuple)):
+        parts = [(str(place), part) for place, part in enumerate(value)]
+    if kind in _CONTAINERS:
+        return parts
+    own = getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
         own = {name: part for name, part in own.items() if name not in _OF_ANY_MODULE or part}
-    return sorted({**(of_class or _class_values)(kind), **_slot_values(value), **own}.items())
-
-
-def _class_values(kind: type) -> dict[str, Any]:
-    return {
-        name: value
-        for each in reversed(kind.__mro__)
-        if is_own(each.__module__) or file_of(each.__module__) is None
-        for name, value in vars(each).items()
-        if not name.startswith("_") and _is_plain(value)
-    }
+        # Hooks are numbered by the process.
+        own |= {name: [*own[name].values()] for name in own if name.endswith("_hooks")}
+    return [*parts, *sorted({**_slot_values(value), **own}.items()), ("class", kind)]
 
 
 def _slot_values(value: Any) -> dict[str, Any]:
@@ -162,23 +321,59 @@ def _slot_values(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _function_parts(value: Any) -> list[tuple[str, Any]]:
-    names = value.__code__.co_freevars
-    cells = []
-    for name, cell in zip(names, value.__closure__ or (), strict=True):
+def _parts_of_class(kind: type, with_packages: bool) -> list[tuple[str, Any]]:
+    """Bases, settings, and functions; of a class with a file those that were put in its place."""
+    module = str(kind.__module__)
+    package, is_typed_in = module.partition(".")[0], not has_file(module)
+    is_whole = is_typed_in or is_own(module)
+    if package in ("builtins", "graphs") or not (is_whole or with_packages):
+        return []
+    parts: list[tuple[str, Any]] = [(f"base {i}", base) for i, base in enumerate(kind.__bases__)]
+    for name, value in [*vars(kind).items()]:
+        function = _function_in(value)
+        if function is None:
+            if is_whole and not name.startswith("__") and _is_setting(value):
+                parts.append((name, value))
+        elif not is_typed_in and name.startswith("__") and _is_generated(function):
+            continue
+        elif is_whole or _package_of(function) != package:
+            parts.append((name, function))
+    return parts
+
+
+def _parts_of_function(function: FunctionType) -> list[tuple[str, Any]]:
+    """Defaults; of a function inside another one, or without a file, also code, cells, globals."""
+    code = function.__code__
+    defaults = ("defaults", function.__defaults__), ("keywords", function.__kwdefaults__)
+    parts: list[tuple[str, Any]] = [each for each in defaults if each[1]]
+    is_written = has_file(str(function.__globals__.get("__name__")))
+    if is_written and "<" not in code.co_qualname:
+        return parts
+    parts += [("code", _code_text(code)), ("wrapped", getattr(function, "__wrapped__", None))]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            cells.append((name, cell.cell_contents))
+            parts.append((name, cell.cell_contents))
         except ValueError:  # not assigned yet
-            cells.append((name, None))
-    used = {n: value.__globals__[n] for n in _names_of(value.__code__) if n in value.__globals__}
-    return [
-        ("name", value.__qualname__),
-        ("defaults", value.__defaults__),
-        ("keyword defaults", value.__kwdefaults__),
-        ("wrapped", getattr(value, "__wrapped__", None)),
-        *cells,
-        *((n, v) for n, v in sorted(used.items()) if _is_plain(v) or _is_interactive(v)),
-    ]
+            parts.append((name, None))
+    found = function.__globals__
+    used = ((name, found[name]) for name in sorted(_names_of(code)) if name in found)
+    return parts + [(n, v) for n, v in used if not is_written or isinstance(v, _PLAIN)]
+
+
+def _function_in(value: Any) -> FunctionType | None:
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    return value if isinstance(value, FunctionType) else None
+
+
+def _is_generated(function: FunctionType) -> bool:
+    return function.__code__.co_filename == "<string>"  # as of dataclasses
+
+
+def _package_of(function: FunctionType) -> str:
+    return str(function.__globals__.get("__name__", "")).partition(".")[0]
 
 
 def _names_of(code: CodeType) -> set[str]:
@@ -186,9 +381,12 @@ def _names_of(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_of, inner))
 
 
-def _is_interactive(value: Any) -> bool:
-    # Code of an interactive session has no file whose digest would cover it.
-    if isinstance(value, ModuleType):
-        return True
-    is_code = inspect.isfunction(value) or isinstance(value, (type, partial))
-    return is_code and file_of(getattr(value, "__module__", "")) is None
+def _code_text(code: CodeType) -> str:
+    constants = []
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            constants.append(_code_text(each))
+        else:  # the order in a set differs between processes
+            constants.append(repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each))
+    names = code.co_names, code.co_varnames, code.co_freevars
+    return f"{code.co_code.hex()} {names} {constants}"

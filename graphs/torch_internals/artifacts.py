@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.export_state import State, bind_state, constant_of, why_stale
 from graphs.capture.inputs import Input
-from graphs.torch_internals.kernel_units import share_units
 from graphs.torch_internals.replay.replay import replay_loads
 from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import describe_failure
@@ -204,7 +203,7 @@ class ArtifactCompiler:
 
 def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    with trust_vectors(), share_units(), replay_loads():
+    with trust_vectors(), replay_loads():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 

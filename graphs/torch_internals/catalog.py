@@ -5,7 +5,6 @@ from __future__ import annotations
 from graphs.torch_internals.checks import NATIVE_CHECKS
 from graphs.torch_internals.direct_call import DIRECT_CALL
 from graphs.torch_internals.features import FeatureState
-from graphs.torch_internals.kernel_units import SHARED_UNITS
 from graphs.torch_internals.regions import REGION_REUSE, REGIONS
 from graphs.torch_internals.replay.replay import REPLAY
 from graphs.torch_internals.vectors import TRUSTED_VECTORS
@@ -18,7 +17,6 @@ FEATURES = (
     REGIONS,
     REGION_REUSE,
     REPLAY,
-    SHARED_UNITS,
     TRUSTED_VECTORS,
 )
 

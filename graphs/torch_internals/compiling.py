@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from graphs.torch_internals.direct_call import cheap_calls
-from graphs.torch_internals.kernel_units import share_units
 from graphs.torch_internals.regions import refuse_effects
 from graphs.torch_internals.replay.replay import replay_loads
 from graphs.torch_internals.vectors import trust_vectors
@@ -24,9 +23,7 @@ __all__ = [
     "compiling_after",
     "cpp_compiler",
     "has_cpp_compiler",
-    "inductor_compiler",
     "is_missing_compiler",
-    "why_no_disk_cache",
     "why_stale",
 ]
 
@@ -46,7 +43,7 @@ def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Settings of torch that make compiles and calls fast."""
-    with cheap_calls(), trust_vectors(), share_units(), replay_loads(), refuse_effects():
+    with cheap_calls(), trust_vectors(), replay_loads(), refuse_effects():
         yield
 
 
@@ -68,15 +65,6 @@ def compile_once(
     else:
         settings = {"backend": _OneGraph(compiler, **how)}
     return torch.compile(function, fullgraph=True, dynamic=False, **settings)
-
-
-def inductor_compiler(
-    mode: str | None = None, options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
-    """Return the compiler behind `torch.compile(backend="inductor")`."""
-    compiler: Callable[..., Any]
-    compiler = torch._TorchCompileInductorWrapper(mode, options and dict(options), False)
-    return compiler
 
 
 def compile_functional(
@@ -121,15 +109,6 @@ def is_missing_compiler(error: BaseException) -> bool:
     return type(getattr(error, "inner_exception", error)).__name__ == "InvalidCxxCompiler"
 
 
-def why_no_disk_cache() -> str:
-    """Why inductor's cache on disk cannot be used, or an empty string."""
-    import torch._inductor.config as config
-
-    if not getattr(config, "fx_graph_cache", False) or config.force_disable_caches:
-        return "inductor's cache on disk is switched off (fx_graph_cache)"
-    return ""
-
-
 def why_stale(error: Exception) -> str | None:
     """Return the guard that failed, if an error of a run means that; else None."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -150,9 +129,11 @@ def _named(
 ) -> Callable[..., Any]:
     from torch._dynamo import lookup_backend
 
+    found: Callable[..., Any]
     if compiler == "inductor":
-        return inductor_compiler(mode, options)
-    found: Callable[..., Any] = lookup_backend(compiler)
+        found = torch._TorchCompileInductorWrapper(mode, options and dict(options), False)
+    else:
+        found = lookup_backend(compiler)
     return found
 
 

@@ -158,7 +158,7 @@ def all_features() -> list[Feature]:
 def with_features(make: Callable[[], T], *, keep_all: bool = False) -> T:
     """Make a capture; if it fails, repeat it without the features that may be the cause.
 
-    A feature is switched off only if the capture works without it.
+    A feature is switched off only if the capture fails twice with it and works without it.
 
     Args:
         make: captures.
@@ -172,9 +172,8 @@ def with_features(make: Callable[[], T], *, keep_all: bool = False) -> T:
     except Exception as error:
         used = [feature for feature in all_features() if feature.is_on]
         found = [feature for feature in used if feature.is_in(error)]
-        for without in (found,) if keep_all else (found, used):
-            if not without:
-                continue
+        suspects = [each for each in ((found,) if keep_all else (found, used)) if each]
+        for without in ([], *suspects) if suspects else ():
             with suppress(Exception), _suspended(without):
                 result = make()
                 for feature in without:

@@ -9,12 +9,23 @@ from typing import Any
 import torch
 
 __all__ = [
+    "custom_passes",
     "has_cudagraphs",
     "settings_digests",
     "settings_snapshot",
     "unlimited_recompiles",
-    "use_one_compile_thread",
 ]
+
+_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "_post_fusion_custom_pass",
+    "custom_partitioner_fn",
+)
 
 
 def settings_digests() -> tuple[bytes, ...]:
@@ -36,14 +47,17 @@ def settings_snapshot() -> Iterator[tuple[str, Any]]:
                 yield f"{config.__name__}.{name}", value
 
 
+def custom_passes() -> dict[str, Any]:
+    """Custom passes of inductor that are set; torch itself leaves them out of its digests."""
+    from torch._inductor import config as inductor
+
+    found = {name: getattr(inductor, name, None) for name in _PASSES}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def has_cudagraphs() -> bool:
     """Whether inductor records CUDA graphs itself."""
     return bool(torch._inductor.config.triton.cudagraphs)
-
-
-def use_one_compile_thread() -> None:
-    """Let inductor compile in this process, without subprocesses."""
-    torch._inductor.config.compile_threads = 1
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:

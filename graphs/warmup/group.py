@@ -25,7 +25,7 @@ class Warmable(Protocol):
 class WarmupGroup:
     """Warms up members one after the other, with one progress and one report.
 
-    Each member has its own buckets, order and budgets, and serves by itself.
+    Each member has its own buckets, order and budgets, and runs its own graphs.
 
     Args:
         members: in the order of their warmup.

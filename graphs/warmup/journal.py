@@ -68,7 +68,7 @@ class Journal:
         self._append({"bucket": dict(bucket), "status": "started"})
 
     def done(self, result: BucketResult) -> None:
-        """Record a result; a skipped bucket keeps its earlier one."""
+        """Record a result; a skipped bucket does not replace its earlier one."""
         if result.status != "skipped":
             self._append({**asdict(result), "bucket": dict(result.bucket)})
 
@@ -104,12 +104,12 @@ class Journal:
                     f"{self.path} has {key} {quoted(head.get(key))}, expected {quoted(expected)}: "
                     "give another path, or remove it"
                 )
-        for place, text in enumerate(lines[1:], start=2):
+        for line, text in enumerate(lines[1:], start=2):
             try:
                 self._learn(parse_json(text))
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-                if place < len(lines):
-                    raise JournalError(f"{self.path}:{place} is not readable: remove it") from error
+                if line < len(lines):
+                    raise JournalError(f"{self.path}:{line} is not readable: remove it") from error
 
     def _rewrite(self) -> None:
         # Drops a truncated line, to which nothing may be appended; atomic.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -55,9 +54,6 @@ class WarmupManager:
         usage: how often each need came, for `most_used`: `{Bucket(tokens=37): 120, ...}`.
         budget_seconds, budget_bytes: start no capture once the warmup took this long, or once all
             graphs together take this much memory; the rest is reported as skipped.
-        workers: how many processes compile, this one included. More than one only with backend
-            `inductor`; `make_inputs` must then work in a forked process. Other backends log why
-            they use none. A lock that another thread holds during the fork stays locked in workers.
         journal: file for the result of each bucket. A later process with the same journal captures
             previously failed buckets last, and estimates the remaining time from the start.
         timed_runs: how many runs of each graph to time after its capture, for `report.cost`; fewer
@@ -82,8 +78,7 @@ class WarmupManager:
         fallbacks: runs that were eager or captured late.
 
     Raises:
-        ValueError: an unknown `order`, `overflow` or symbolic axis, a negative budget, or less than
-            one worker.
+        ValueError: an unknown `order`, `overflow` or symbolic axis, or a negative budget.
         TypeError: an option that the backend does not know.
         CaptureError: the backend is unknown, does not work here, or has no symbolic sizes.
         graphs.warmup.journal.JournalError: the journal is another file, or another warmup's.
@@ -100,7 +95,6 @@ class WarmupManager:
         usage: Usage | None = None,
         budget_seconds: float | None = None,
         budget_bytes: int | None = None,
-        workers: int = 1,
         journal: str | Path | None = None,
         timed_runs: int = 3,
         overflow: Overflow = "error",
@@ -134,7 +128,6 @@ class WarmupManager:
             groups,
             budget_seconds,
             budget_bytes,
-            workers,
             timed_runs,
         )
         if journal is not None:  # the file is touched only after everything else is valid
@@ -167,13 +160,12 @@ class WarmupManager:
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
         todo = self._capturing.previously_failed_last(waiting)
         group_key = self._capturing.groups.key
-        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, group_key)
+        schedule = Schedule(todo, self._capturing.measured, group_key)
         notify: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:
-            with closing(self._capturing.capture_order(todo)) as work:
-                for at in enumerate(work):
-                    self._do(*at, schedule, notify)
+            for at in enumerate(todo):
+                self._do(*at, schedule, notify)
         except BaseException as error:
             index, bucket = at
             text = type(error).__name__

@@ -34,8 +34,8 @@ class PlainProgress:
 
     def __call__(self, event: BucketEvent) -> None:
         if event.status != "started":
-            place = f"{self._title} {event.index + 1}/{event.total} {event.bucket}"
-            print(f"{place}: {_outcome(event)}{_rest(event)}", file=self._stream, flush=True)
+            head = f"{self._title} {event.index + 1}/{event.total} {event.bucket}"
+            print(f"{head}: {_result_text(event)}{_rest(event)}", file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +65,7 @@ class LiveProgress(PlainProgress):
 
         class SecondsColumn(ProgressColumn):
             def render(self, task: Any) -> Text:
-                return Text(f"{task.fields['before'] + (task.elapsed or 0):.0f} s")
+                return Text(f"{task.elapsed or 0:.0f} s")
 
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -80,17 +80,14 @@ class LiveProgress(PlainProgress):
 
     def __call__(self, event: BucketEvent) -> None:
         if self._task is None:
-            # `before`: seconds that workers compiled before the first event.
-            self._task = self._bar.add_task(
-                self._title, total=event.total, note="", before=event.elapsed_seconds
-            )
+            self._task = self._bar.add_task(self._title, total=event.total, note="")
             self._bar.start()
         if event.status == "started":
             self._show(event.index, f"{event.bucket}{self._last}{_rest(event)}")
         else:
             self._last = f" (last {event.seconds:.1f} s)"
             if event.status in ("failed", "skipped"):
-                line = f"{event.bucket}: {_outcome(event)}"
+                line = f"{event.bucket}: {_result_text(event)}"
                 self._bar.console.print(line, markup=False, highlight=False)
             done = event.index + (event.status != "interrupted")
             self._show(done, f"{self._last}{_rest(event)}".lstrip())
@@ -104,7 +101,7 @@ class LiveProgress(PlainProgress):
         self._bar.stop()
 
 
-def _outcome(event: BucketEvent) -> str:
+def _result_text(event: BucketEvent) -> str:
     if event.status == "captured":
         return f"{event.seconds:.2f} s, {event.bytes / 2**20:.1f} MiB"
     return f"{event.status}: {event.error}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,14 +64,12 @@ def _uses(buckets: BucketSpace, usage: Usage) -> dict[Bucket, int]:
 class Schedule:
     """The buckets of one warmup, the elapsed time, and an estimate of the rest.
 
-    A capture takes a fixed time (tracing, compiling) plus one that grows with the bucket's cost
-    (running); both are fitted to the buckets that are done. If an earlier warmup measured a bucket,
-    its seconds count instead, scaled by how much slower this warmup is so far. Only the first
-    bucket of a shape group is compiled, so the others are fitted separately.
+    The estimate of a bucket is what an earlier warmup measured, scaled by how much slower this one
+    is so far; else the mean of the buckets that are done. Only the first bucket of a shape group is
+    compiled, so compiled and shared captures have a mean each.
 
     Args:
         buckets: in the order of this warmup.
-        cost: of a bucket.
         measured: seconds of earlier captures.
         group_key: equal for buckets that share a graph.
     """
@@ -80,12 +77,10 @@ class Schedule:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        cost: Callable[[Bucket], float],
         measured: Mapping[Bucket, float] | None = None,
         group_key: Callable[[Bucket], Bucket] = lambda bucket: bucket,
     ) -> None:
         self.buckets = buckets
-        self._cost = cost
         self._measured = dict(measured or {})
         self._group_key = group_key
         self._compiled: dict[Bucket, Bucket] = {}  # the first of each group
@@ -104,7 +99,7 @@ class Schedule:
             self._done[result.bucket] = result.seconds
             self._compiled.setdefault(self._group_key(result.bucket), result.bucket)
 
-    def event(self, bucket: Bucket, index: int, status: EventStatus, **outcome: Any) -> BucketEvent:
+    def event(self, bucket: Bucket, index: int, status: EventStatus, **fields: Any) -> BucketEvent:
         """Make the event that `bucket`, number `index` of the warmup, has reached `status`."""
         return BucketEvent(
             bucket,
@@ -113,7 +108,7 @@ class Schedule:
             total=len(self.buckets),
             elapsed_seconds=self.elapsed(),
             eta_seconds=self._eta(),
-            **outcome,
+            **fields,
         )
 
     def _eta(self) -> float | None:
@@ -122,33 +117,20 @@ class Schedule:
         unknown = [bucket for bucket in self._left if bucket not in self._measured]
         if unknown and not self._done:
             return None
-        if not known and not self._done:
-            return None if self._left else 0.0
-        return pace * sum(known) + self._of_groups(unknown)
+        return pace * sum(known) + self._of_unknown(unknown)
 
     def _pace(self) -> float:
         both = [bucket for bucket in self._done if self._measured.get(bucket)]
         before = sum(self._measured[bucket] for bucket in both)
         return sum(self._done[bucket] for bucket in both) / before if before else 1.0
 
-    def _of_groups(self, buckets: Sequence[Bucket]) -> float:
+    def _of_unknown(self, buckets: Sequence[Bucket]) -> float:
         first = {self._group_key(bucket): bucket for bucket in reversed(buckets)}
-        new = [bucket for key, bucket in first.items() if key not in self._compiled]
+        new = sum(key not in self._compiled for key in first)
         compiled = [*self._compiled.values()]
-        return self._fitted(new, compiled) + self._fitted(
-            [bucket for bucket in buckets if bucket not in new],
-            [bucket for bucket in self._done if bucket not in compiled],
-        )
+        shared = [bucket for bucket in self._done if bucket not in compiled]
+        return new * self._mean(compiled) + (len(buckets) - new) * self._mean(shared)
 
-    def _fitted(self, buckets: Sequence[Bucket], done: Sequence[Bucket]) -> float:
-        if not buckets or not done:  # captures that share a graph take almost no time
-            return 0.0
-        costs = [self._cost(bucket) for bucket in done]
-        seconds = [self._done[bucket] for bucket in done]
-        rate = 0.0
-        with contextlib.suppress(statistics.StatisticsError):  # all costs are equal, or nearly
-            # At most the rate without a fixed time, which cannot be negative.
-            slope = statistics.linear_regression(costs, seconds).slope
-            rate = min(max(0.0, slope), statistics.fmean(seconds) / statistics.fmean(costs))
-        fixed = statistics.fmean(seconds) - rate * statistics.fmean(costs)
-        return sum(fixed + rate * self._cost(bucket) for bucket in buckets)
+    def _mean(self, buckets: Sequence[Bucket]) -> float:
+        # Captures that share a graph take almost no time.
+        return statistics.fmean(map(self._done.__getitem__, buckets)) if buckets else 0.0

@@ -18,10 +18,10 @@ _ANY = 2  # stands for every size that torch has a symbol for
 
 
 class ShapeGroups:
-    """The shape groups of a set of buckets, and what the buckets of each share.
+    """Shape groups of a set of buckets, and the symbolic sizes that each group shares.
 
     Two buckets are in one group if they have equal sizes on all axes that are not symbolic, and
-    sizes below 2, for which torch has no symbols, in the same places.
+    sizes below 2, for which torch has no symbols, on the same axes.
 
     Args:
         name: of the callable.
@@ -57,13 +57,6 @@ class ShapeGroups:
         """Return the same bucket for all members of a group."""
         sizes = {a: min(n, _ANY) if a in self._axes else n for a, n in bucket.items()}
         return Bucket(**sizes)
-
-    def representatives(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Return the first bucket of each group."""
-        first: dict[Bucket, Bucket] = {}
-        for bucket in buckets:
-            first.setdefault(self.key(bucket), bucket)
-        return [*first.values()]
 
     def sizes_of(self, bucket: Bucket) -> SymbolicSizes | None:
         """Return what a bucket shares with its group; None if it is the only member.
@@ -103,15 +96,15 @@ def _varying_dims(
         tuple(
             dim
             for dim, size in enumerate(value.shape)
-            if size > 1 and any(size != _size(other, place, dim, value) for other in others)
+            if size > 1 and any(size != _size(other, index, dim, value) for other in others)
         )
         if isinstance(value, Tensor)
         else ()
-        for place, value in enumerate(inputs)
+        for index, value in enumerate(inputs)
     ]
 
 
-def _size(others: Sequence[Input], place: int, dim: int, like: Tensor) -> int:
-    other = others[place] if place < len(others) else None
+def _size(others: Sequence[Input], index: int, dim: int, like: Tensor) -> int:
+    other = others[index] if index < len(others) else None
     is_alike = isinstance(other, Tensor) and other.dim() == like.dim()
     return other.shape[dim] if is_alike else like.shape[dim]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""One-line causes: why torch compiled, failed to compile, or rejected a graph.
+"""Why torch compiled, failed to compile, or rejected a graph: one-line causes, and events.
 
 Dynamo's reasons for a recompile are in the locals of one of its frames. If they are not found
 there, the reason is empty and all else works.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary, walk_stack, walk_tb
 from types import CodeType, FrameType
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -21,8 +23,11 @@ from graphs.torch_internals.errors import is_of_dynamo
 from graphs.watch.guards import meaning_of
 
 __all__ = [
+    "CompileEvent",
     "CompileSite",
+    "Kind",
     "describe_failure",
+    "event_at",
     "reason_of",
     "site_of_error",
     "site_of_stack",
@@ -46,6 +51,61 @@ class CompileSite:
     line: int = 0
     reason: str = ""
     remedy: str = ""
+
+
+Kind: TypeAlias = Literal[
+    "compile", "recompile", "refused recompile", "backward", "recording", "build", "capture"
+]
+
+_REMEDIES: dict[Kind, str] = {
+    "compile": "call it once in the warmup, or capture it with graphs.capture",
+    "recompile": "capture this case in the warmup",
+    "refused recompile": "capture this case in the warmup",
+    "backward": "run its backward in the warmup too, or serve under torch.no_grad()",
+    "recording": "run this case twice in the warmup, where its graph is recorded",
+    "build": "build it before serving, by running it once in the warmup",
+    "capture": "capture this case in the warmup",
+}
+
+
+@dataclass(frozen=True)
+class CompileEvent:
+    """A compile, build, recording or capture.
+
+    Attributes:
+        kind: `compile` of a new function; `recompile` after a guard failed; `refused recompile` of
+            a function at its recompile limit, which runs eagerly or raises; `backward` that is
+            compiled when it is first needed; `recording` of a CUDA graph; `build` of a kernel by a
+            C++ or CUDA compiler outside of any compile; `capture`, a late :func:`graphs.capture`.
+        function: its name, or the name of the captured graph or of the file that is built.
+        file, line: where the function is, empty and 0 if unknown.
+        reason: the guard or tensor that caused it, empty for a first compile.
+        thread: identifier of the compiling thread.
+        remedy: what to do about it.
+    """
+
+    kind: Kind
+    function: str
+    file: str
+    line: int
+    reason: str
+    thread: int
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        location = f" ({self.file}:{self.line})" if self.file else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.kind} of {self.function}{location}{reason}"
+
+
+def event_at(kind: Kind, site: CompileSite | None) -> CompileEvent:
+    """An event of the calling thread; `site` is None if unknown."""
+    site = site or CompileSite("a function")
+    # The wrapper of a captured graph has the name of the graph, but its file says nothing.
+    is_wrapper = site.file == with_own_code.__code__.co_filename
+    file, line = ("", 0) if is_wrapper else (site.file, site.line)
+    remedy = site.remedy or _REMEDIES[kind]
+    return CompileEvent(kind, site.function, file, line, site.reason, threading.get_ident(), remedy)
 
 
 def site_of_stack() -> CompileSite | None:
@@ -112,5 +172,5 @@ def _cause(reason: str) -> tuple[str, str]:
     if not guard:
         return "", ""
     words, remedy = meaning_of(guard)
-    place = _GUARDED_AT.search(line)
-    return words + (f" (guarded at {place[1]})" if place else ""), remedy
+    location = _GUARDED_AT.search(line)
+    return words + (f" (guarded at {location[1]})" if location else ""), remedy

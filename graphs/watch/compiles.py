@@ -1,8 +1,8 @@
 """Watch what torch compiles, records and builds, in one thread or in the process.
 
-Kernels that are built outside of Dynamo (`torch.utils.cpp_extension`, inductor) are found by
-Python's audit event `subprocess.Popen` of the compiler. Kernels that are loaded from a cache, or
-built by another process, do not count.
+Python's audit event `subprocess.Popen` of a compiler reveals kernels that are built outside of
+Dynamo (`torch.utils.cpp_extension`, inductor). Kernels that are loaded from a cache, or built by
+another process, do not count.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from graphs.torch_internals.events import CompileHooks, graphs_and_breaks
-from graphs.watch.causes import CompileSite, site_of_stack
-from graphs.watch.events import CompileEvent, Kind, event_at
+from graphs.watch.causes import CompileEvent, CompileSite, Kind, event_at, site_of_stack
 
 __all__ = ["CompileWatch", "build_of"]
 
@@ -51,7 +50,7 @@ class CompileWatch:
         graph_breaks: number of graph breaks in the compiles.
         replays: number of replays of recorded graphs (CUDA's, Gaudi's, native replays on the CPU).
 
-    Torch compiles in one thread at a time. Not seen are a compile inside another one, and a compile
+    Torch compiles in one thread at a time. A watch sees no compile inside another one, and none
     that begins while another thread compiles a backward or records a CUDA graph of torch's.
     `torch._dynamo.reset()` removes the callbacks: then `lost` is true, and :meth:`stop` logs a
     warning.

@@ -40,8 +40,8 @@ class Break:
     line: int
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}: " if self.file else ""
-        return f"{place}{self.reason}" + (f"\n    {self.code}" if self.code else "")
+        location = f"{self.file}:{self.line}: " if self.file else ""
+        return f"{location}{self.reason}" + (f"\n    {self.code}" if self.code else "")
 
     @property
     def code(self) -> str:

@@ -7,9 +7,8 @@ from typing import Self
 
 from graphs.errors import GraphBudgetExceeded
 from graphs.torch_internals.events import interrupts_dynamo
-from graphs.watch.causes import CompileSite
+from graphs.watch.causes import CompileEvent, CompileSite, event_at
 from graphs.watch.compiles import CompileWatch, watching
-from graphs.watch.events import CompileEvent, event_at
 
 __all__ = ["no_compile", "note_capture"]
 
@@ -23,12 +22,12 @@ class no_compile(CompileWatch):
         with no_compile():
             serve()
 
-    Counted are first compiles and recompiles (also those of graph breaks), backwards that are
-    compiled late, CUDA graphs that are recorded late, functions that run eagerly because their
-    recompile limit is reached, kernels for which this process starts a C++ or CUDA compiler, and
-    late calls of :func:`graphs.capture`. Not seen are kernels that a library builds itself
-    (Triton's), kernels built by another process, and, unless `all_threads`, a backward in a thread
-    of autograd, as on an accelerator.
+    It counts first compiles and recompiles (also those of graph breaks), late compiles of a
+    backward, late recordings of a CUDA graph, functions that run eagerly because their recompile
+    limit is reached, kernels for which this process starts a C++ or CUDA compiler, and late calls
+    of :func:`graphs.capture`. It does not see kernels that a library builds itself (Triton's),
+    kernels built by another process, and, unless `all_threads`, a backward in a thread of autograd,
+    as on an accelerator.
 
     Args:
         strict: True raises :class:`GraphBudgetExceeded` before anything is compiled; False lets it
@@ -41,8 +40,8 @@ class no_compile(CompileWatch):
             mode the compile is the error, and its graph breaks are not counted.
         replays: number of replays of recorded graphs (CUDA's, Gaudi's, native ones on the CPU).
 
-    Sentinels may be nested: each counts what it sees until a strict one raises. After
-    `torch._dynamo.reset()` an armed one sees nothing, and logs that at the end.
+    Sentinels may be nested: each counts until a strict one raises. After `torch._dynamo.reset()` an
+    armed one sees nothing, and logs that when it is disarmed.
     """
 
     def __init__(self, strict: bool = True, *, all_threads: bool = False) -> None:

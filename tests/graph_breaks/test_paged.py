@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,29 +15,81 @@ from torch._inductor.utils import run_and_get_code
 from compiled_attn.compat.paged import (
     LAYOUTS,
     PARTITION,
+    PagedAttention,
     paged_attention_reference,
     paged_attention_v1,
     paged_attention_v2,
     reshape_and_cache,
 )
 from graphs import capture
-from tests.compiled_attn.compat.paged.scene import CODES, Step, caches
-from tests.graph_breaks.paged_scene import (
-    CACHE,
-    DIM,
-    HEADS,
-    KV_HEADS,
-    SIZE,
-    assert_a_step_equals_the_reference,
-    by_reference,
-    inputs,
-    module,
-    put_one,
-)
-from tests.graph_breaks.tracing import allocations
+from tests.compiled_attn.compat.paged.scene import CODES, Step, caches, put
+from tests.graph_breaks.tracing import allocations, aot_graph, cache_sized, calls
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+BLOCKS, SIZE, KV_HEADS, HEADS, DIM = 300, 16, 2, 4, 64
+CACHE = BLOCKS * SIZE * KV_HEADS * DIM
+
+
+def module(layout: str = "packed", cached: tuple[Tensor, Tensor] | None = None, **options: Any):
+    """The attention over caches of random numbers, with the portable kernel by default."""
+    options = {"kernel": "portable", **options}
+    generator = torch.Generator().manual_seed(1)
+    if cached is None:
+        cached = caches(layout, BLOCKS, SIZE, KV_HEADS, DIM, torch.float32)
+    for cache in cached:
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    scale = DIM**-0.5
+    return PagedAttention(*cached, KV_HEADS, SIZE, scale, layout=layout, **options)  # type: ignore[arg-type]
+
+
+def inputs(rows: int, width: int, seed: int = 0, heads: int = HEADS) -> tuple[Tensor, ...]:
+    """A step of that bucket whose last row is padding; every row writes to its own last slot."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randperm(BLOCKS, generator=generator)[: rows * width].view(rows, width)
+    lengths = torch.randint(1, width * SIZE + 1, (rows,), generator=generator)
+    last = lengths - 1
+    slots = blocks.gather(1, (last // SIZE).unsqueeze(1)).squeeze(1) * SIZE + last % SIZE
+    query = torch.randn(rows, heads, DIM, generator=generator)
+    key, value = torch.randn(2, rows, KV_HEADS, DIM, generator=generator)
+    for tensor, padding in (
+        (query, math.nan),
+        (blocks, -1),
+        (lengths, 0),
+        (slots, -1),
+        (key, math.nan),
+    ):
+        tensor[-1] = padding
+    return query, blocks.int(), lengths.int(), key, value, slots
+
+
+def by_reference(attention: PagedAttention, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a step must give, and what it must leave in both caches, by writes token by token."""
+    query, tables, lengths, key, value, slots = given
+    both = attention.key_cache.clone(), attention.value_cache.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            put_one(*both, attention.layout, slot, key[row], value[row])
+    out = paged_attention_reference(
+        query, *both, attention.scale, tables, lengths, SIZE, layout=attention.layout
+    )
+    return out, *both
+
+
+def put_one(key_cache, value_cache, layout: str, slot: int, key: Tensor, value: Tensor) -> None:
+    block, offset = (0, slot) if layout == "flat" else divmod(slot, SIZE)
+    put(key_cache, value_cache, layout, block, offset, key, value)
+
+
+def assert_a_step_equals_the_reference(attention: PagedAttention, run: Any, seed: int = 0) -> None:
+    given = inputs(3, 5, seed)
+    out, key_cache, value_cache = by_reference(attention, given)
+    got = run(*given)
+    torch.testing.assert_close(got, out, atol=2e-6, rtol=1e-5)
+    assert not got[-1].any()
+    assert torch.equal(attention.key_cache, key_cache)
+    assert torch.equal(attention.value_cache, value_cache)
 
 
 @pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
@@ -63,35 +116,9 @@ def test_each_function_is_one_full_graph_for_a_bucket(function: Callable[..., Te
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize(
-    "function",
-    [paged_attention_v1, pytest.param(paged_attention_v2, marks=pytest.mark.slow)],
-)
-def test_without_a_word_about_shapes_two_graphs_serve_every_bucket(
-    function: Callable[..., Tensor],
-) -> None:
-    # The second bucket makes Dynamo's graph of open sizes, and that serves the others.
-    counter = CompileCounter()
-    compiled = torch.compile(function, backend=counter, fullgraph=True)
-    attention = module()
-    cached = attention.key_cache, attention.value_cache
-    for rows, width in ((2, 8), (4, 10), (3, 6)):
-        query, tables, lengths, *_ = inputs(rows, width)
-        parts = -(-width * 100 // PARTITION)
-        buffers = [torch.empty(rows, HEADS, parts) for _ in range(2)]
-        buffers.append(torch.empty(rows, HEADS, parts, DIM))
-        out = torch.empty_like(query)
-        compiled(
-            out, *(buffers if function is paged_attention_v2 else ()), query, *cached, KV_HEADS,
-            0.1, tables, lengths, SIZE, width * 100, None, "auto", 1.0, 1.0,
-        )  # fmt: skip
-        right = paged_attention_reference(query, *cached, 0.1, tables, lengths, SIZE)
-        torch.testing.assert_close(out, right, atol=2e-6, rtol=1e-5)
-    assert counter.frame_count == 2
-
-
 @pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
-def test_a_module_without_a_word_about_shapes_is_two_graphs(layout: str) -> None:
+def test_without_dynamic_false_two_graphs_serve_every_bucket(layout: str) -> None:
+    # The second bucket makes Dynamo's graph of symbolic sizes, and that serves the others.
     counter = CompileCounter()
     attention = module(layout)
     compiled = torch.compile(attention, backend=counter, fullgraph=True)
@@ -228,3 +255,65 @@ def test_a_wider_bucket_changes_results_by_rounding_only() -> None:
     wide = compiled(query, torch.cat([tables, junk], 1), lengths)
     assert (wide - narrow).abs().max() <= 1e-6
     assert narrow.any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_updates_each_cache_by_index_put_alone(layout: str) -> None:
+    # Inductor does these two in place: see the buffers that it allocates, above.
+    assert cache_sized(aot_graph(module(layout), *inputs(2, 8)), CACHE) == [
+        "index_put",
+        "index_put",
+    ]
+
+
+@pytest.mark.parametrize("layout", slow_but(("packed", "HND"), LAYOUTS))
+def test_attention_without_a_write_makes_nothing_of_the_size_of_the_cache(layout: str) -> None:
+    assert cache_sized(aot_graph(module(layout), *inputs(2, 8)[:3]), CACHE) == []
+
+
+def test_the_native_kernel_is_one_op_of_a_full_graph() -> None:
+    graph = aot_graph(module("HND", kernel="native"), *inputs(2, 8)[:3])
+    ops = [str(node.target) for node in calls(graph)]
+    assert sum("paged_attention" in op for op in ops) == 1 and cache_sized(graph, CACHE) == []
+
+
+FUSED = {
+    "stacked": ("packed", (2, CACHE)),
+    "fused": ("NHD", (BLOCKS, 2, SIZE, KV_HEADS, DIM)),
+    "fused by head": ("HND", (BLOCKS, 2, KV_HEADS, SIZE, DIM)),
+}
+
+
+def fused_module(kind: str) -> PagedAttention:
+    """The attention over two views of one buffer."""
+    layout, shape = FUSED[kind]
+    buffer = torch.zeros(shape)
+    if kind == "stacked":
+        own = caches(layout, BLOCKS, SIZE, KV_HEADS, DIM, torch.float32)
+        return module(layout, (buffer[0].view(own[0].shape), buffer[1].view(own[1].shape)))
+    return module(layout, (buffer[:, 0], buffer[:, 1]))
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_caches_in_one_buffer_are_written_by_the_op_and_not_scattered_back(kind: str) -> None:
+    ops = cache_sized(aot_graph(fused_module(kind), *inputs(2, 8)), CACHE)
+    assert ops
+    assert set(ops) == {"getitem"}  # what the op gives back
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_caches_in_one_buffer_equal_the_reference(kind: str) -> None:
+    attention = fused_module(kind)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert_a_step_equals_the_reference(attention, compiled)
+
+
+def test_inductor_does_not_copy_caches_in_one_buffer() -> None:
+    attention = fused_module("fused")
+    given = inputs(2, 8)
+    out, *cached = by_reference(attention, given)
+    compiled = torch.compile(attention, fullgraph=True, dynamic=False)
+    got, (code,) = run_and_get_code(compiled, *given)
+    torch.testing.assert_close(got, out, atol=2e-6, rtol=1e-5)
+    assert torch.equal(attention.key_cache, cached[0])
+    assert max(allocations(code)) < CACHE

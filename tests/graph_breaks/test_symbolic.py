@@ -24,7 +24,7 @@ CACHE = torch.zeros(5, 4, 1, 8)
 
 
 def attend(query: Tensor, *fields: Tensor) -> Tensor:
-    """Attention of a step, and the rows whose logits are wanted."""
+    """Attention of a step, and the rows that need logits."""
     step = TableBatch(*fields)
     out, _ = torch.ops.compiled_attn.paged_attention(
         query, CACHE, CACHE, step.block_tables, step.seq_lens, step.query_start_loc, 0.5

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from compiled_attn import BatchBuilder, PagedKVCache, StepBatch, UnifiedAttention
 from graphs import capture
 from tests.graph_breaks.tracing import allocations, aot_graph, loop_ends
-from tests.oracle import Scene, Shape, keep
+from tests.oracle import Scene, Shape, store
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
@@ -123,7 +123,7 @@ def _assert_equals_oracle(case: Case, module: Step, run: Any, seed: int) -> None
     for name, before in scene.caches.items():
         if before is None:
             continue
-        codes, scales, _ = keep(inputs[1 if "key" in name else 2][:tokens], case.shape.stored)
+        codes, scales, _ = store(inputs[1 if "key" in name else 2][:tokens], case.shape.stored)
         written = scales if "scale" in name else codes
         after = module.own(name)
         assert torch.equal(_bytes(after[slots[:tokens]]), _bytes(written)), name

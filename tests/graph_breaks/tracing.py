@@ -51,7 +51,7 @@ def op_name(target: Any) -> str:
 
 
 def cache_sized(graph: GraphModule, at_least: int) -> list[str]:
-    """Ops whose result has at least so many elements; without views and final writes."""
+    """Ops whose result has at least `at_least` elements, without views and final writes."""
     return [
         name
         for node in calls(graph)

@@ -24,8 +24,8 @@ def rounded(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * DIM**-0.5
-    places = torch.arange(TOKENS)
-    distance = places[:, None] - places
+    positions = torch.arange(TOKENS)
+    distance = positions[:, None] - positions
     scores = scores.masked_fill((distance < 0) | (distance >= WINDOW), -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
@@ -41,13 +41,13 @@ def error(name: str, dtype: torch.dtype) -> float:
     }  # fmt: skip
     layer = SimpleNamespace(_k_scale_float=SCALES[0], _v_scale_float=SCALES[1])
     table = torch.tensor([[5, 2, 7]], dtype=torch.int32)
-    places = torch.arange(TOKENS)
+    positions = torch.arange(TOKENS)
     step = SimpleNamespace(
         num_actual_tokens=TOKENS,
         block_table=table,
         seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
         query_start_loc=torch.tensor([0, TOKENS], dtype=torch.int32),
-        slot_mapping=table[0].long()[places // SIZE] * SIZE + places % SIZE,
+        slot_mapping=table[0].long()[positions // SIZE] * SIZE + positions % SIZE,
         causal=True,
     )
     generator = torch.Generator().manual_seed(0)

@@ -290,12 +290,6 @@ class BlockPool:
         """
         self._blocks.copied([(whole("source", s, 0), whole("destination", d, 0)) for s, d in pairs])
 
-    def pop_copies(self) -> list[tuple[int, int]]:
-        """Calls :meth:`pending_copies` and :meth:`copied`, for copies that cannot fail."""
-        pairs = self.pending_copies()
-        self._blocks.copied(pairs)
-        return pairs
-
     def free(self, request_id: Hashable) -> None:
         """Releases all blocks of a finished request, whose table becomes empty.
 

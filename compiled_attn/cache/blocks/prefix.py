@@ -27,7 +27,7 @@ _KEY_BYTES = 32
 class PromptKeys:
     """The keys of the full blocks of a prompt, each hashed when it is first needed.
 
-    Blocks are looked up anew on every call, so a result is never out of date.
+    Blocks are looked up on every call, so a result is never out of date.
 
     Args:
         index: the index whose hash is used.
@@ -59,8 +59,8 @@ class PrefixIndex:
 
     The chain starts from a root key made of the salt, so equal tokens under different salts
     (tenants, adapters) never match. Keys are 128-bit BLAKE2b digests: equal keys are taken for
-    equal prefixes. The hash is keyed: without ``key`` nobody can compute the digest of a prefix or
-    search for two prefixes with one digest.
+    equal prefixes. The hash is keyed: without ``key`` an outsider can neither compute the digest of
+    a prefix nor search for two prefixes with one digest.
 
     Each key finds one block. Further blocks with the same content are *duplicates*: the oldest one
     is found once the first block is removed. All operations are O(1) per block.
@@ -131,7 +131,7 @@ class PrefixIndex:
     def insert(self, key: bytes, block: int) -> bool:
         """Indexes ``block`` under ``key``; returns whether it is the block that is found.
 
-        A block that has a key keeps it.
+        The key of a block that has one does not change.
         """
         if block in self._key_of:
             return False

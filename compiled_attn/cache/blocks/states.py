@@ -13,15 +13,14 @@ __all__ = ["BlockSet", "BlockStates"]
 _SHIFT = 10
 _BITS = 1 << _SHIFT
 _FREE, _USED, _CACHED = range(3)
-_NAMES = ("free", "used", "cached")
 
 
 class BlockSet:
     """A set of integers in ``range(size)`` that finds its lowest and highest member quickly.
 
-    Bit ``b`` of word ``w`` stands for member ``1024 * w + b``; a word on the level above marks the
-    words that are not zero, up to a single word (a flattened van Emde Boas tree). A call touches
-    one word per level, two levels for a million members. Arguments are trusted.
+    Bit ``b`` of word ``w`` stands for member ``1024 * w + b``; bit ``w`` of the summary marks a
+    word that is not zero. A call touches one word and the summary, which has 977 bits for a million
+    members. Arguments are trusted.
 
     Args:
         size: one more than the largest member.
@@ -29,81 +28,76 @@ class BlockSet:
     """
 
     def __init__(self, size: int, *, full: bool = False) -> None:
-        self._levels: list[list[int]] = []
+        whole, rest = divmod(size, _BITS)
+        self._words = [_ones(_BITS) if full else 0] * whole
+        if rest:
+            self._words.append(_ones(rest) if full else 0)
+        self._summary = _ones(len(self._words)) if full else 0
         self._count = size if full else 0
-        while True:
-            whole, rest = divmod(size, _BITS)
-            words = [(1 << _BITS) - 1 if full else 0] * whole
-            self._levels.append(words + ([(1 << rest) - 1 if full else 0] if rest else []))
-            size = len(self._levels[-1])
-            if size <= 1:
-                return
 
     def add(self, member: int) -> None:
         """Adds a member that is not in the set."""
         self._count += 1
-        for words in self._levels:
-            bit, member = member & (_BITS - 1), member >> _SHIFT
-            before = words[member]
-            words[member] = before | 1 << bit
-            if before:
-                return
+        at = member >> _SHIFT
+        self._words[at] |= 1 << (member & (_BITS - 1))
+        self._summary |= 1 << at
 
     def remove(self, member: int) -> None:
         """Removes a member that is in the set."""
         self._count -= 1
-        for words in self._levels:
-            bit, member = member & (_BITS - 1), member >> _SHIFT
-            words[member] ^= 1 << bit
-            if words[member]:
-                return
+        at = member >> _SHIFT
+        self._words[at] ^= 1 << (member & (_BITS - 1))
+        if not self._words[at]:
+            self._summary ^= 1 << at
 
     def lowest(self) -> int:
         """Returns the lowest member of a set that is not empty."""
-        member = 0
-        for words in reversed(self._levels):
-            word = words[member]
-            member = member << _SHIFT | (word & -word).bit_length() - 1
-        return member
+        at = _lowest_bit(self._summary)
+        return at << _SHIFT | _lowest_bit(self._words[at])
 
     def highest(self) -> int:
         """Returns the highest member of a set that is not empty."""
-        member = 0
-        for words in reversed(self._levels):
-            member = member << _SHIFT | words[member].bit_length() - 1
-        return member
+        at = self._summary.bit_length() - 1
+        return at << _SHIFT | self._words[at].bit_length() - 1
 
     def ascending(self) -> Iterator[int]:
         """Yields the members from the lowest on, at a cost per member that is constant."""
-        return self._members(len(self._levels) - 1, 0, False)
+        for at in _bits(self._summary):
+            yield from (at << _SHIFT | bit for bit in _bits(self._words[at]))
 
     def descending(self) -> Iterator[int]:
         """Yields the members from the highest on, at a cost per member that is constant."""
-        return self._members(len(self._levels) - 1, 0, True)
+        for at in _bits(self._summary, from_top=True):
+            yield from (at << _SHIFT | bit for bit in _bits(self._words[at], from_top=True))
 
     def __contains__(self, member: int) -> bool:
-        return bool(self._levels[0][member >> _SHIFT] >> (member & (_BITS - 1)) & 1)
+        return bool(self._words[member >> _SHIFT] >> (member & (_BITS - 1)) & 1)
 
     def __len__(self) -> int:
         return self._count
 
-    def _members(self, level: int, at: int, from_top: bool) -> Iterator[int]:
-        word = self._levels[level][at]
-        while word:
-            bit = (word if from_top else word & -word).bit_length() - 1
-            word ^= 1 << bit
-            child = at << _SHIFT | bit
-            if level:
-                yield from self._members(level - 1, child, from_top)
-            else:
-                yield child
+
+def _ones(count: int) -> int:
+    return (1 << count) - 1
+
+
+def _lowest_bit(word: int) -> int:
+    return (word & -word).bit_length() - 1
+
+
+def _bits(word: int, *, from_top: bool = False) -> Iterator[int]:
+    while word:
+        bit = word.bit_length() - 1 if from_top else _lowest_bit(word)
+        word ^= 1 << bit
+        yield bit
 
 
 class BlockStates:
     """Tracks which blocks are free, used or cached (unused, with content worth keeping).
 
     The null block 0 is in none of these states. All operations are O(log n) or better; building it
-    is O(1) Python work. Every error is raised before anything changes. Not thread-safe.
+    is O(1) Python work. Blocks to take, use, cache and release are trusted; other errors are raised
+    before anything changes. Not thread-safe.
 
     Args:
         num_blocks: blocks of the cache including the null block, at least 2.
@@ -153,28 +147,22 @@ class BlockStates:
         return self._state[self.valid(block, 1)] != _FREE
 
     def take(self) -> int:
-        """Marks the lowest free block as used and returns it; ``RuntimeError`` if none is free."""
-        free = self._sets[_FREE]
-        if not free:
-            raise RuntimeError(
-                f"expected a free block, got {self.num_used} used and {self.num_cached} cached of "
-                f"{self.num_blocks - 1}: release one first"
-            )
-        block = free.lowest()
+        """Marks the lowest free block as used and returns it; at least one must be free."""
+        block = self._sets[_FREE].lowest()
         self._change(block, _USED)
         return block
 
     def use(self, block: int) -> None:
-        """Marks a free or cached block as used; ``ValueError`` if it is used."""
-        self._change(self._checked(block, _FREE, _CACHED), _USED)
+        """Marks a free or cached block as used."""
+        self._change(block, _USED)
 
     def cache(self, block: int) -> None:
-        """Marks a used block as cached; ``ValueError`` if it is not used."""
-        self._change(self._checked(block, _USED), _CACHED)
+        """Marks a used block as cached."""
+        self._change(block, _CACHED)
 
     def release(self, block: int) -> None:
-        """Marks a used or cached block as free; ``ValueError`` if it is free."""
-        self._change(self._checked(block, _USED, _CACHED), _FREE)
+        """Marks a used or cached block as free."""
+        self._change(block, _FREE)
 
     def compaction(self, limit: int) -> list[tuple[int, int]]:
         """Returns at most ``limit`` pairs of blocks whose exchange lowers :attr:`highest_used`.
@@ -228,13 +216,3 @@ class BlockStates:
         self._state[block] = state
         if state == _USED and block > self.high_water:
             self.high_water = block
-
-    def _checked(self, block: int, *states: int) -> int:
-        block = self.valid(block, 1)
-        if self._state[block] not in states:
-            expected = " or ".join(_NAMES[state] for state in states)
-            raise ValueError(
-                f"expected a block that is {expected}, got block {block}, which is "
-                f"{_NAMES[self._state[block]]}: change the state of a block once"
-            )
-        return block

@@ -133,7 +133,6 @@ class BlockTable:
         return _count(length, self.block_size) - len(self.blocks) + self._shares_last(blocks)
 
     def _fits_last_block(self, length: int, blocks: BlockAllocator) -> bool:
-        """Whether ``length`` positions fit into the blocks held, with the last one not shared."""
         held = self.blocks
         return self.length < length <= len(held) * self.block_size and blocks.refs[held[-1]] == 1
 
@@ -177,7 +176,6 @@ class BlockTable:
                 )
 
     def _publish(self, index: PrefixIndex, tokens: Tokens, length: int) -> None:
-        """Indexes the blocks that are full with ``length`` computed positions."""
         key, start, stop = self._key, self._num_keyed, length // self.block_size
         if key is None or stop <= start:
             return
@@ -189,7 +187,6 @@ class BlockTable:
         self._key, self._num_keyed = key, stop
 
     def _withdraw(self, index: PrefixIndex, first: int) -> None:
-        """Removes the blocks from ``first`` on from the index, and breaks the chain."""
         self._key = None
         for block in self.blocks[first:]:
             index.remove(block)

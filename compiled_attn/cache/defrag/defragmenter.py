@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.pool import BlockPool
+from compiled_attn.cache.defrag.logical import LogicalBlocks
 
 __all__ = [
     "BlockCopies",
     "DefragReport",
     "DefragTotals",
-    "MovableBlocks",
     "Move",
     "OnlineDefragmenter",
 ]
@@ -44,29 +45,6 @@ class BlockCopies(Protocol):
         self, blocks: Sequence[int] | NDArray[np.integer[Any]], contents: Sequence[Tensor]
     ) -> None:
         """Writes the result of `take` to as many blocks."""
-
-
-class MovableBlocks(Protocol):
-    """The owner of the blocks that are moved: a `BlockPool`, or `LogicalBlocks`."""
-
-    num_blocks: int
-
-    @property
-    def num_used(self) -> int:
-        """Number of used blocks."""
-
-    @property
-    def highest_used(self) -> int:
-        """The highest used block, 0 if none is used."""
-
-    def compaction(self, limit: int) -> list[tuple[int, int]]:
-        """Plans at most ``limit`` moves; see `BlockStates.compaction`."""
-
-    def has_content(self, block: int) -> bool:
-        """Whether a block must not be overwritten."""
-
-    def exchange(self, pairs: Iterable[tuple[int, int]]) -> object:
-        """Exchanges two blocks each in all tables, after their contents moved."""
 
 
 class Move(NamedTuple):
@@ -126,7 +104,7 @@ class DefragTotals:
 
 
 class OnlineDefragmenter:
-    """Keeps the highest used block close to the number of used blocks.
+    """Holds the highest used block close to the number of used blocks.
 
     :meth:`defragment` moves the highest used blocks to the lowest blocks that are not used, or
     exchanges them if the lower one is worth keeping (a cached prefix). Tables change only after the
@@ -157,7 +135,7 @@ class OnlineDefragmenter:
 
     def __init__(
         self,
-        blocks: MovableBlocks,
+        blocks: BlockPool | LogicalBlocks,
         swap: BlockCopies,
         *,
         max_waste: float = 0.25,

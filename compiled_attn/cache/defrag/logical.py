@@ -110,13 +110,15 @@ class LogicalBlocks:
                 or that does not exist.
             TypeError: a block is not an integer.
         """
-        done = list(finished)
-        if missing_ok:
-            done = [request for request in done if request in self._held]
-        self._check_finished(done)
-        added = {
-            request: self._checked(request, new_blocks[request], done) for request in new_blocks
-        }
+        done = [each for each in finished if not missing_ok or each in self._held]
+        for place, request in enumerate(done):
+            if request not in self._held:
+                raise UnknownRequest(request)
+            if request in done[:place]:
+                raise ValueError(
+                    f"expected every finished request once, got {request!r} twice: name it once"
+                )
+        added = {name: self._checked(name, blocks, done) for name, blocks in new_blocks.items()}
         for request in done:
             for block in self._held.pop(request):
                 self._release(block)
@@ -156,22 +158,11 @@ class LogicalBlocks:
             del self._counts[block]
             self._states.release(self._physical[block])
 
-    def _check_finished(self, finished: list[Hashable]) -> None:
-        seen: set[Hashable] = set()
-        for request in finished:
-            if request in seen:
-                raise ValueError(
-                    f"expected every finished request once, got {request!r} twice: name it once"
-                )
-            if request not in self._held:
-                raise UnknownRequest(request)
-            seen.add(request)
-
     def _checked(
         self, request: Hashable, blocks: Sequence[int], finished: list[Hashable]
     ) -> list[int]:
         held = set() if request in finished else set(self._held.get(request, ()))
-        checked = []
+        checked: list[int] = []
         for given in blocks:
             block = whole(f"block of request {request!r}", given, 1)
             if block >= self.num_blocks:
@@ -179,11 +170,10 @@ class LogicalBlocks:
                     f"expected blocks < {self.num_blocks}, got block {block} for request "
                     f"{request!r}: it is not in this cache"
                 )
-            if block in held:
+            if block in held or block in checked:
                 raise ValueError(
                     f"expected new blocks, got block {block}, which request {request!r} holds "
                     "already: report a block once"
                 )
-            held.add(block)
             checked.append(block)
         return checked

@@ -166,7 +166,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 class PagedAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's ``CPU_ATTN``, which keeps its name, with our op for all layers with a cache."""
+    """Replaces vLLM's ``CPU_ATTN`` under the same name; our op serves all layers with a cache."""
 
     forward_includes_kv_cache_update = True
 
@@ -189,10 +189,10 @@ def cache_views(kv_cache: Tensor, fp8: torch.dtype | None = None) -> tuple[Tenso
         fp8: dtype of a cache stored as bytes; None: the cache's own dtype.
     """
     blocks, heads, size, both = kv_cache.shape
-    halves = kv_cache.view(blocks, heads, 2 * size, both // 2)
+    rows = kv_cache.view(blocks, heads, 2 * size, both // 2)
     if fp8 is not None:
-        halves = halves.view(fp8)
-    key, value = halves.chunk(2, dim=2)
+        rows = rows.view(fp8)
+    key, value = rows.chunk(2, dim=2)
     return key.transpose(1, 2), value.transpose(1, 2)
 
 

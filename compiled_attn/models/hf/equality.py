@@ -132,7 +132,7 @@ def _through(
     paged: TriedModel, dtype: torch.dtype, expected: Tensor, last_only: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Returns logits ``[L, vocab]`` of two steps over a small cache, and the expected ones."""
-    actual, wanted = [], []
+    actual, plain = [], []
     cache = small_cache(paged.cache, _NUM_BLOCKS, _BLOCK_SIZE, dtype)
     prompts = _prompts(paged.model).tolist()
     try:
@@ -143,21 +143,21 @@ def _through(
                 for prompt, table in zip(prompts, _TABLES, strict=True)
             ]
             actual.append(step_logits(paged, cache, requests))
-            wanted.append(expected[:, first:end].flatten(0, 1))
-        given, expects = torch.cat(actual), torch.cat(wanted)
-        if given.shape != expects.shape:
-            raise ValueError(f"logits {[*given.shape]} instead of {[*expects.shape]}")
+            plain.append(expected[:, first:end].flatten(0, 1))
+        given, compared = torch.cat(actual), torch.cat(plain)
+        if given.shape != compared.shape:
+            raise ValueError(f"logits {[*given.shape]} instead of {[*compared.shape]}")
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise refused(paged.model, f"that fails on a flattened step ({words})") from error
-    return given, expects
+    return given, compared
 
 
 def _distances(actual: Tensor, expected: Tensor) -> Tensor:
     """Difference of each row, relative to its spread."""
-    rows, wanted = actual.double(), expected.double()
-    spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
-    distances: Tensor = (rows - wanted).norm(dim=-1) / spread.clamp_min(1e-30)
+    rows, plain = actual.double(), expected.double()
+    spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1)
+    distances: Tensor = (rows - plain).norm(dim=-1) / spread.clamp_min(1e-30)
     return distances
 
 

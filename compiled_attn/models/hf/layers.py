@@ -25,8 +25,8 @@ def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ())
     """
     count = model.config.get_text_config().num_hidden_layers
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    wanted = set(attentions)
-    fitting = (part for part in lists if len(part) == count and wanted <= {*part.modules()})
+    required = set(attentions)
+    fitting = (part for part in lists if len(part) == count and required <= {*part.modules()})
     return [*next(fitting, ())]
 
 

@@ -44,8 +44,6 @@ _log = logging.getLogger(__name__)
 
 
 class _WithRegions(nn.Module):
-    """A model whose layers are regions with these keys."""
-
     def __init__(self, paged: PagedCausalLM, keys: tuple[int | None, ...]) -> None:
         super().__init__()
         self.paged, self._keys = paged, keys
@@ -125,7 +123,7 @@ class PagedCausalLM(nn.Module):
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
             self.halved = halved_weights(model)
             undo.pop_all()
-        self._snapshot = Snapshot(self.model, self._layers, self._attentions)
+        self._snapshot = Snapshot(self.model, self._layers)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step, given as the fields of its batch, to logits ``[L, vocab]``."""
@@ -174,7 +172,7 @@ class PagedCausalLM(nn.Module):
         cuts = self._cuts_last_layer and (torch.compiler.is_compiling() or self._in_trial)
         if not cuts or statically_known_true(len(tokens) <= len(rows)):
             return paged
-        few = self.layout.wanted(step, size)
+        few = self.layout.logits_metadata(step, size)
         if few is None:
             return paged
         return replace(paged, logits=LogitsRows(rows, PagedStep.of(cache, few, windows)))
@@ -207,10 +205,9 @@ class PagedCausalLM(nn.Module):
         return False
 
     def _try_cut_last_layer(self, expected: Tensor) -> None:
-        """Limits the last layer to the rows that need logits, unless that changes the logits."""
         layout = self.layout.over(2, 1, 1)
         padding = layout.padding(dict.fromkeys(layout.axes, 1))
-        if not self._layers or not self._are_regions or layout.wanted(padding, 1) is None:
+        if not self._layers or not self._are_regions or layout.logits_metadata(padding, 1) is None:
             return
         self._cuts_last_layer = self._in_trial = True
         try:
@@ -252,7 +249,6 @@ class PagedCausalLM(nn.Module):
             self._pack(lambda w: "packed" if packs(w) else None, expected, undo)
 
     def _switch(self, undo: contextlib.ExitStack) -> None:
-        """Makes the model attend to the paged cache; adds to ``undo`` what restores it."""
         model = self.model
         undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         undo.callback(model.train, model.training)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from compiled_attn.arguments import whole
 from compiled_attn.models.hf.plain_cache import PlainCaches
 from compiled_attn.models.hf.rounding import deviation_of, last_logits, rounding_of
 from compiled_attn.models.packed import plain_layers
@@ -17,7 +18,7 @@ from compiled_attn.models.packed import plain_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TIE_DEVIATIONS", "TIE_TOLERANCE", "CheckReport", "Difference", "Finished", "check"]
+__all__ = ["TIE_DEVIATIONS", "TIE_TOLERANCE", "CheckReport", "Difference", "check"]
 
 TIE_DEVIATIONS = 4.0
 """Two tokens tie if their logits differ by at most this many standard deviations of the difference.
@@ -44,20 +45,17 @@ few elements, in some texts: up to 1/20 was seen.
 """
 
 
-class Finished(Protocol):
-    """A finished greedy request, as the engine yields it."""
+class _Finished(Protocol):
+    """A finished greedy request with its index, token ids of the prompt, and those generated."""
 
     @property
-    def index(self) -> int:
-        """Index of the request."""
+    def index(self) -> int: ...
 
     @property
-    def prompt(self) -> Sequence[int]:
-        """Token ids of the prompt."""
+    def prompt(self) -> Sequence[int]: ...
 
     @property
-    def tokens(self) -> Sequence[int]:
-        """Generated token ids."""
+    def tokens(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class CheckReport:
 
 def check(
     model: PreTrainedModel,
-    results: Sequence[Finished],
+    results: Sequence[_Finished],
     count: int,
     *,
     on_checked: Callable[[int, int], None] | None = None,
@@ -140,8 +138,7 @@ def check(
     Raises:
         ValueError: ``count`` is negative.
     """
-    if count < 0:
-        raise ValueError(f"count must be at least 0, got {count}")
+    count = whole("count", count, 0)
     chosen = _spread([result for result in results if result.tokens], count)
     report = CheckReport()
     caches = PlainCaches.of(model, kv_dtype)
@@ -153,14 +150,14 @@ def check(
     return report
 
 
-def _spread(results: Sequence[Finished], count: int) -> list[Finished]:
+def _spread(results: Sequence[_Finished], count: int) -> list[_Finished]:
     ordered = sorted(results, key=lambda result: result.index)
     count = min(count, len(ordered))
     return [ordered[number * len(ordered) // count] for number in range(count)]
 
 
 def _compare(
-    model: PreTrainedModel, result: Finished, report: CheckReport, caches: PlainCaches
+    model: PreTrainedModel, result: _Finished, report: CheckReport, caches: PlainCaches
 ) -> None:
     prompt, tokens = list(result.prompt), list(result.tokens)
     report.checked_requests += 1

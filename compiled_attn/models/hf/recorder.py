@@ -69,7 +69,7 @@ class Recorder:
 
 
 class _NoKeywords(ValueError):
-    """The keywords of a model call do not reach its attention."""
+    pass
 
 
 def record(model: PreTrainedModel) -> list[AttentionCall]:
@@ -148,7 +148,6 @@ def _recording_mask(
     device: torch.device | str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Returns a mask of zeros with the mask function as an attribute."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
     mask.sees = mask_function  # type: ignore[attr-defined]
     return mask

@@ -94,8 +94,6 @@ def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Converter:
-    """Stores the weights of a module while it has converted ones."""
-
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module
         self._dtype = dtype

@@ -49,8 +49,8 @@ def check_mask(call: AttentionCall) -> str | None:
     distance = queries - keys
     expected = (distance >= 0) & (distance < (call.window or _LAST + 1))
     if not torch.equal(torch.broadcast_to(seen, expected.shape), expected):
-        wanted = f"a window of {call.window}" if call.window else "all before it"
-        return f"that sees other tokens than {wanted}"
+        expected_range = f"a window of {call.window}" if call.window else "all before it"
+        return f"that sees other tokens than {expected_range}"
     return None
 
 
@@ -77,25 +77,23 @@ def cache_for(
     block_size: int,
     *,
     dtype: torch.dtype | None = None,
-    latent: bool = True,
 ) -> PagedKVCache:
     """Creates a `PagedKVCache` for the layers of a Hugging Face model.
 
     Runs the model on three tokens: heads and head sizes may differ between layers and between keys
-    and values, and layers that attend to the keys of another one have no buffers.
+    and values, and layers that attend to the keys of another one have no buffers. Multi-head latent
+    attention stores one head of latents instead of all expanded keys and values.
 
     Args:
         model: a causal LM; it is left unchanged.
         num_blocks, block_size: see `PagedKVCache`.
         dtype: dtype of the cache; None: that of the weights.
-        latent: store the latents of multi-head latent attention (one head instead of all) and not
-            the expanded keys and values.
 
     Raises:
         ValueError: the sizes are too small.
         ModelRefused: it cannot run on a paged cache, see `PagedCausalLM`.
     """
-    shapes = _shapes(calls_by_layer(model), latent)
+    shapes = _shapes(calls_by_layer(model))
     return PagedKVCache(
         len(shapes),
         num_blocks,
@@ -151,24 +149,23 @@ def _without_calls(model: PreTrainedModel) -> str:
 
 def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:
     """Raises ValueError unless each layer of the cache has the shape of its call."""
-    possible = [_shapes(calls, latent) for latent in (True, False)]
+    shapes = _shapes(calls)
     for layer in range(max(len(calls), cache.num_layers)):
         got = cache.shapes[layer][:3] if layer < cache.num_layers else None
-        wanted = [shapes[layer][:3] for shapes in possible if layer < len(shapes)]
-        if got not in wanted:
+        expected = shapes[layer][:3] if layer < len(shapes) else None
+        if got != expected:
             raise ValueError(
-                f"expected a cache of (heads, key, value) {' or '.join(map(str, wanted))} for "
-                f"layer {layer} of a {type(model).__name__}, got {got}: create it with cache_for"
+                f"expected a cache of (heads, key, value) {expected} for layer {layer} of a "
+                f"{type(model).__name__}, got {got}: create it with cache_for"
             )
 
 
-def _shapes(calls: Sequence[AttentionCall], latent: bool) -> list[KVShape]:
+def _shapes(calls: Sequence[AttentionCall]) -> list[KVShape]:
     shapes = []
     for layer, call in enumerate(calls):
-        own = latent_shape(call.module) if latent else None
-        expanded = KVShape(call.key.shape[1], call.key.shape[3], call.value.shape[3])
+        plain = KVShape(call.key.shape[1], call.key.shape[3], call.value.shape[3])
         same = next((first for first in range(layer) if _is_same(call, calls[first])), None)
-        shapes.append((own or expanded)._replace(same_as=same))
+        shapes.append((latent_shape(call.module) or plain)._replace(same_as=same))
     return shapes
 
 
@@ -182,7 +179,6 @@ def _is_same(call: AttentionCall, other: AttentionCall) -> bool:
 
 
 def _problem(call: AttentionCall) -> str | None:
-    """Why paged attention cannot serve a call; None: it can."""
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     if call.layer is None:
         return "that has no layer_idx"
@@ -216,7 +212,6 @@ def context_limit(model: PreTrainedModel) -> int | None:
 
 
 def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """Rotary parameters of each type of layer, or those of all layers."""
     if not isinstance(parameters, Mapping):
         return
     if "rope_type" in parameters:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -27,7 +27,6 @@ from compiled_attn.ops.cpu.libraries import kernel_tuning_file
 from compiled_attn.ops.timing import medians
 from graphs.errors import StoreBusy
 from graphs.store.lock import locked
-from graphs.warmup.workers import one_thread
 
 __all__ = ["calibrate", "load_or_calibrate"]
 
@@ -76,11 +75,21 @@ def calibrate(library: Path, isa: str, ops: Any) -> TuningResult:
     return result
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _measure(library: Path, isa: str, ops: Any) -> TuningResult:
     kinds = kernel_tuning.dot_kinds(isa)
     search = _Search(library, KernelTuning.default(isa))
     # The first use may be inside a trace, whose tensors have no data.
-    with _disable_current_modes(), torch.no_grad(), one_thread():
+    with _disable_current_modes(), torch.no_grad(), _one_thread():
         decode = _decode(ops)
         search.among([{"decode": each} for each in kinds if each != "amx"], decode)
         prefetches = product(CACHES, PREFETCH_KIB)

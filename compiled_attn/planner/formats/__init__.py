@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from compiled_attn.planner import Demand, PlanReport, plan
+from compiled_attn.planner import Demand
 from compiled_attn.planner.formats import gaudi, sglang, vllm
 from compiled_attn.planner.formats.base import EnginePart, EnginePlan, Limits, Plans
 from compiled_attn.planner.simulator import simulate
 from compiled_attn.planner.simulator.kinds import within
+from compiled_attn.planner.simulator.ladders import SplitPlan
 from compiled_attn.workloads import Arrival
 
 __all__ = ["FORMATS", "EnginePart", "EnginePlan", "Format", "Limits", "needs_of", "planned_for"]
@@ -76,22 +77,7 @@ def planned_for(part: EnginePart, needs: Demand, max_graphs: int, rho: float | N
     Raises:
         ValueError: see `compiled_attn.planner.plan`.
     """
-    kind = part.kind
-    first, second = needs.halves()
-    fitting, outside = within(needs, kind.axes)
-    early, _ = within(first, kind.axes)
-    late, _ = within(second, kind.axes)
-
-    def planned(demand: Demand) -> PlanReport:
-        return plan(
-            kind.with_largest_usual(demand),
-            kind.cost,
-            max_graphs,
-            axes=kind.axes,
-            legal=kind.legal,
-            rho=rho,
-            order=part.order,
-        )
-
-    theirs = part.judge(part.default, late)
-    return EnginePlan(part, planned(fitting), planned(early).judge(late), theirs, outside)
+    found = SplitPlan(part.kind, needs, part.default, max_graphs, rho, part.order)
+    late, _ = within(found.second, part.kind.axes)
+    theirs, ours = part.judge(part.default, late), found.early.judge(late)
+    return EnginePlan(part, found.whole(), ours, theirs, found.outside)

@@ -60,7 +60,7 @@ def simulate(
     if not arrivals:
         raise ValueError("expected at least one arrival, got none: give a trace with requests")
     if speed is not None and not 0 < speed < float("inf"):
-        raise ValueError(f"expected speed above 0 or None, got {speed}: 1 keeps the given times")
+        raise ValueError(f"expected speed above 0 or None, got {speed}: 1 uses the given times")
     if concurrency is not None and concurrency < 1:
         raise ValueError(f"expected concurrency >= 1 or None, got {concurrency}: raise it")
     for arrival in arrivals:

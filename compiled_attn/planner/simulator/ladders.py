@@ -1,4 +1,4 @@
-"""Bucket ladders that serving engines use, compared with a plan of the same number of graphs.
+"""Bucket ladders that serving engines use, and plans that are compared with them.
 
 Rules and default parameters are those of vLLM's Gaudi plugin (``vllm_gaudi.extension.bucketing``:
 exponential, padding-aware of pull request 762, unified), without buckets that no legal need can
@@ -9,114 +9,111 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
-from compiled_attn.planner import Demand, Judgement, PlanReport, judge, plan
+from compiled_attn.planner import Demand, Judgement, PlanReport, by_cost, judge, plan
+from compiled_attn.planner.pick import PickOrder
 from compiled_attn.planner.simulator.kinds import StepKind, within
-from graphs.buckets.ladders import explicit, exponential, linear, padding_aware
+from graphs.buckets.ladders import explicit, exponential, padding_aware
 from graphs.buckets.space import BucketSpace
 
-__all__ = ["Comparison", "compare", "highest", "ladders_within", "reachable", "unified"]
+__all__ = ["SplitPlan", "highest", "ladders_within", "reachable", "unified"]
 
 Points: TypeAlias = Mapping[str, int]
 
-_FINE = 64  # steps of a padding-aware axis
 _MAX_PRODUCT = 8  # times the number of graphs, before unreachable buckets are removed
 
 
-class Comparison(NamedTuple):
-    """A plan, and the results of all strategies by name on unseen needs, the plan last."""
+class SplitPlan:
+    """Plans for a kind of steps which are judged on the second half of some needs.
 
-    plan: PlanReport
-    judged: dict[str, Judgement]
-
-
-def compare(
-    kind: StepKind,
-    first: Demand,
-    second: Demand,
-    max_graphs: int,
-    *,
-    others: Mapping[str, BucketSpace] | None = None,
-    rho: float | None = 3.0,
-) -> Comparison:
-    """Compare usual ladders, others and a plan, each of at most ``max_graphs`` buckets.
+    No plan wastes more there than the engine's own ladder, if that has at most ``max_graphs``
+    buckets.
 
     Args:
         kind: axes, legal needs and cost.
-        first: what the plan is fitted on, without needs outside the axes; ladders know only the
-            limits.
-        second: what all are evaluated on; a step that must be split counts as missed.
-        max_graphs: limit of each.
-        others: further buckets, by name.
-        rho: of the plan's guard; None: no guard.
+        needs: in order of time; the plans are for those within the axes.
+        ladder: the engine's own buckets.
+        max_graphs: buckets at most.
+        rho: of the guard; None: no guard.
+        order: how the engine picks.
+
+    Attributes:
+        fitting: the needs within the axes.
+        outside: share of the others.
+        early: the plan for the first half.
 
     Raises:
-        ValueError: what `compiled_attn.planner.plan` and `judge` raise.
+        ValueError: what `compiled_attn.planner.plan` raises, or there is only one need.
     """
-    demand = kind.with_largest_usual(within(first, kind.axes)[0])
-    spaces = {**ladders_within(kind, max_graphs), **(others or {})}
-    fitted = plan(demand, kind.cost, max_graphs, axes=kind.axes, legal=kind.legal, rho=rho)
-    judged = {
-        name: judge(space.with_cost(kind.cost), second, kind.cost) for name, space in spaces.items()
-    }
-    return Comparison(fitted, {**judged, "fitted plan": fitted.judge(second)})
+
+    def __init__(
+        self,
+        kind: StepKind,
+        needs: Demand,
+        ladder: BucketSpace,
+        max_graphs: int,
+        rho: float | None,
+        order: PickOrder = by_cost,
+    ) -> None:
+        self.kind, self.ladder, self.order = kind, ladder.with_cost(kind.cost), order
+        first, self.second = needs.project(kind.names).halves()
+        self.fitting, self.outside = within(needs, kind.axes)
+        self._plan = partial(
+            plan,
+            cost=kind.cost,
+            budget=max_graphs,
+            axes=kind.axes,
+            legal=kind.legal,
+            rho=rho,
+            order=order,
+            ladder=ladder,
+        )
+        early, late = (within(half, kind.axes)[0] for half in (first, self.second))
+        self.early = self._plan(kind.with_largest_usual(early), unseen=late)
+
+    def whole(self) -> PlanReport:
+        """Return the plan for both halves; the ladder where that is better on the second."""
+        if self.early.is_ladder:
+            judged = self.early.judge(self.fitting)
+            return replace(self.early, waste=judged.waste, uses=judged.uses)
+        return self._plan(self.kind.with_largest_usual(self.fitting))
+
+    def judge(self, space: BucketSpace) -> Judgement:
+        """Serve the second half from other buckets by the engine's own rule of picking."""
+        return judge(space.with_cost(self.kind.cost), self.second, self.kind.cost, self.order)
+
+    def judged(self, max_graphs: int) -> dict[str, Judgement]:
+        """Return the results of usual ladders, the engine's own and the plan, by name."""
+        spaces = {**ladders_within(self.kind, max_graphs), "engine's default": self.ladder}
+        found = {name: self.judge(space) for name, space in spaces.items()}
+        return {**found, "fitted plan": self.early.judge(self.second)}
 
 
 def ladders_within(kind: StepKind, max_graphs: int) -> dict[str, BucketSpace]:
-    """Return linear, exponential, padding-aware and unified ladders by name.
+    """Return exponential, padding-aware and unified ladders by name.
 
     The axes get one more size in turn while ``max_graphs`` allows; logits have only the largest.
-    Padding-aware ladders have fixed fine steps, and ``max_graphs`` decides how much they pad. The
-    unified ladder is for steps of both prompts and decodes.
+    The padding-aware ladder pads by half at most above its smallest sizes; the unified one is for
+    steps of both prompts and decodes.
     """
-    high = {name: size for name, size in highest(kind).items() if name != "logits"}
-
-    def sizes(points: Points) -> dict[str, tuple[int, int, int]]:
-        steps = {name: max(1, math.ceil(high[name] / count)) for name, count in points.items()}
-        return {name: (min(step, high[name]), step, high[name]) for name, step in steps.items()}
+    high = highest(kind)
 
     def of_exponential(points: Points) -> BucketSpace:
         return exponential(**{name: (1, max(1, high[name]), n) for name, n in points.items()})
 
-    makers: dict[str, Callable[[Points], BucketSpace]] = {
-        "linear": lambda points: linear(**sizes(points)),
-        "exponential": of_exponential,
-    }
-    if "shared" in high:
-        makers["unified ladder"] = lambda points: unified(kind, points, few=8)
-    found = {name: _fitting(make, kind, max_graphs) for name, make in makers.items()}
-    aware = _padding_aware(kind, high, max_graphs)
-    first = {name: found.pop(name) for name in ("linear", "exponential")}
-    return {**first, "padding-aware": aware, **found}
-
-
-def _padding_aware(kind: StepKind, high: Points, most: int) -> BucketSpace:
-    """The smallest relative padding that ``most`` graphs allow, from size 1 in fine steps.
-
-    If they do not allow 50 per cent, the ladder of 50 per cent starts at a larger size.
-    """
-
-    def made(percent: int) -> BucketSpace | None:
-        sizes = {
-            name: (min(1, size), max(1, math.ceil(size / _FINE)), size, 0, percent)
-            for name, size in high.items()
-        }
-        each = [len(padding_aware(size=axis)) for axis in sizes.values()]
-        return padding_aware(**sizes) if math.prod(each) <= _MAX_PRODUCT * most else None
-
-    for percent in range(10, 51, 5):
-        space = made(percent)
-        if space is not None and len(found := reachable(space, kind)) <= most:
-            return found
-
-    def of_half(points: Points) -> BucketSpace:
+    def of_padding(points: Points) -> BucketSpace:
         lows = {name: math.ceil(high[name] / 2 ** (n - 1)) for name, n in points.items()}
         return padding_aware(
             **{name: (low, max(1, low), high[name], 0, 50) for name, low in lows.items()}
         )
 
-    return _fitting(of_half, kind, most)
+    makers = {"exponential": of_exponential, "padding-aware": of_padding}
+    if "shared" in high:
+        makers["unified ladder"] = lambda points: unified(kind, points, few=8)
+    return {name: _fitting(make, kind, max_graphs) for name, make in makers.items()}
 
 
 def _fitting(make: Callable[[Points], BucketSpace], kind: StepKind, most: int) -> BucketSpace:

@@ -113,7 +113,7 @@ class SeparateScheduler(Scheduler):
 
 
 class SeparateSteps(SimulatedSteps):
-    """The steps of an engine that keeps prompts and decodes apart."""
+    """The steps of an engine that computes prompts and decodes separately."""
 
     axes: ClassVar = {"decode": ("sequences", "blocks"), "prefill": ("tokens", "context")}
     scheduler_type = SeparateScheduler

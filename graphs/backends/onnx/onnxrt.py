@@ -1,4 +1,4 @@
-"""ONNX Runtime behind Dynamo: FX graph, `torch.onnx.export`, a session on torch's memory.
+"""ONNX Runtime as a backend of Dynamo: FX graph, `torch.onnx.export`, a session on torch's memory.
 
 Weights, buffers and caches are inputs of the ONNX model, bound by address at each run, so nothing
 is copied. A cache that the graph updates is written in place if that is safe

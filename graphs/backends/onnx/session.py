@@ -45,11 +45,11 @@ class OnnxSession:
         self._graph = graph
         self._session, running = _load(graph.model)
         aliased = {
-            place: may_alias(running, graph.inputs[place], graph.outputs[result])
-            for place, result in graph.mutated
+            index: may_alias(running, graph.inputs[index], graph.outputs[result])
+            for index, result in graph.mutated
         }
-        self.in_place = tuple(place for place, is_safe in aliased.items() if is_safe)
-        self.copied_back = tuple(place for place, is_safe in aliased.items() if not is_safe)
+        self.in_place = tuple(index for index, is_safe in aliased.items() if is_safe)
+        self.copied_back = tuple(index for index, is_safe in aliased.items() if not is_safe)
         if self.copied_back:
             _log.info("copied back at each run: inputs %s", self.copied_back)
         self._binding = self._session.io_binding()
@@ -69,17 +69,17 @@ class OnnxSession:
         graph = self._graph
         given = [value.detach().contiguous() for value in inputs]
         results = [torch.empty(like.shape, dtype=like.dtype) for like in graph.examples]
-        for place, result in graph.mutated:
-            if place in self.in_place:
-                results[result] = given[place]
+        for index, result in graph.mutated:
+            if index in self.in_place:
+                results[result] = given[index]
         for name, value in zip(graph.inputs, given, strict=True):
             self._bind(self._binding.bind_input, name, value)
         for name, value in zip(graph.outputs, results, strict=True):
             self._bind(self._binding.bind_output, name, value)
         self._session.run_with_iobinding(self._binding)
-        for place, result in graph.mutated:
-            if results[result].data_ptr() != inputs[place].data_ptr():
-                inputs[place].copy_(results[result])
+        for index, result in graph.mutated:
+            if results[result].data_ptr() != inputs[index].data_ptr():
+                inputs[index].copy_(results[result])
         self._check_assertions(results)
         return self._returned(inputs, results)
 
@@ -97,14 +97,14 @@ class OnnxSession:
     def _returned(self, inputs: Sequence[Tensor], results: list[Tensor]) -> list[Tensor | None]:
         updates = {result for _, result in self._graph.mutated}
         returned: list[Tensor | None] = []
-        for place in self._graph.returned:
-            if place is None:
+        for index in self._graph.returned:
+            if index is None:
                 returned.append(None)
-            elif place < 0:
-                returned.append(inputs[~place])
+            elif index < 0:
+                returned.append(inputs[~index])
             else:  # the new value of an input may be the input itself: return a copy
-                value = results[place]
-                returned.append(value.clone() if place in updates else value)
+                value = results[index]
+                returned.append(value.clone() if index in updates else value)
         return returned
 
 

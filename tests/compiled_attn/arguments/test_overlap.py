@@ -104,6 +104,12 @@ def test_the_native_kernel_refuses_them_instead_of_crashing(ops: object) -> None
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 
 
+def calls(kernel: str, request: pytest.FixtureRequest) -> dict[str, Callable[[], Call]]:
+    if kernel == "native":
+        request.getfixturevalue("ops")
+    return {"portable": PORTABLE, "native": NATIVE}[kernel]
+
+
 def in_one_storage(call: Call) -> Call:
     """The same call, all that it writes and reads packed into one piece of memory."""
     names = [*call.written, *call.indices]
@@ -123,36 +129,26 @@ def equal(first: object, second: object) -> bool:
     return torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", PORTABLE)
-def test_indices_elsewhere_in_the_same_storage_are_served(name: str) -> None:
-    call = PORTABLE[name]()
-    packed = in_one_storage(call)
-    result, expected = packed.run(), call.run()
-    assert expected is None or equal(result, expected)
-    for written in call.written:
-        mine, theirs = call.arguments[written], packed.arguments[written]
-        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-
-
-@pytest.mark.parametrize("name", NATIVE)
-def test_the_native_kernel_serves_them_too(name: str, ops: object) -> None:
-    call = NATIVE[name]()
-    packed = in_one_storage(call)
-    assert equal(packed.run(), call.run())
+@pytest.mark.parametrize("kernel", ["portable", "native"])
+def test_indices_elsewhere_in_the_same_storage_are_served(
+    kernel: str, request: pytest.FixtureRequest
+) -> None:
+    for make in calls(kernel, request).values():
+        call = make()
+        packed = in_one_storage(call)
+        result, expected = packed.run(), call.run()
+        assert expected is None or equal(result, expected)
+        for written in call.written:
+            mine, theirs = call.arguments[written], packed.arguments[written]
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kernel", ["portable", "native"])
 def test_interleaved_keys_and_values_are_served(
     kernel: str, request: pytest.FixtureRequest
 ) -> None:
-    if kernel == "native":
-        request.getfixturevalue("ops")
-    make: Callable[[], Call] = {
-        "portable": PORTABLE["the op in Python"],
-        "native": NATIVE["the op"],
-    }[kernel]
     torch.manual_seed(0)
-    call = make()
+    call = next(iter(calls(kernel, request).values()))()
     both = torch.zeros(8, 2, *call.arguments["key_cache"].shape[1:])
     interleaved = {**call.arguments, "key_cache": both[:, 0], "value_cache": both[:, 1]}
     assert equal(call.function(**interleaved), call.run())

@@ -21,7 +21,7 @@ from compiled_attn import Request
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
 from tests.compiled_attn.attention.unified_run import run
-from tests.oracle import LARGEST, Scene, Shape, keep
+from tests.oracle import LARGEST, Scene, Shape, store
 
 KERNELS = {"reference": attend, "sdpa": SdpaKernel.attend}
 BLOCKS = {1: 128, 7: 64, 16: 40, 32: 32, 128: 28}
@@ -65,7 +65,7 @@ def _eager(scene: Scene) -> Tensor:
     outs, s = [], scene.shape
     for query, *cached in zip(scene.queries, scene.keys, scene.values, strict=True):
         key, value = (
-            keep(rows, s.stored)[2].to(s.dtype).repeat_interleave(s.group, 1).transpose(0, 1)
+            store(rows, s.stored)[2].to(s.dtype).repeat_interleave(s.group, 1).transpose(0, 1)
             for rows in cached
         )
         length, rows = key.shape[1], len(query)

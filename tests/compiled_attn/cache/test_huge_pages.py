@@ -33,13 +33,9 @@ def test_all_pages_are_there_before_the_first_request_writes_them():
     assert faults < 8  # of 32 huge pages
 
 
-def test_a_system_without_huge_pages_gives_plain_zeros(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_ADVICE", None)
-    assert huge_pages.zeros((1 << 20, 4), torch.float32).count_nonzero() == 0
-
-
-def test_a_refused_advice_gives_plain_zeros(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_ADVICE", 10_000)  # no such advice
+@pytest.mark.parametrize("advice", [None, 10_000])
+def test_a_system_without_huge_pages_or_that_advice_gives_plain_zeros(advice, monkeypatch):
+    monkeypatch.setattr(huge_pages, "_ADVICE", advice)
     assert huge_pages.zeros((1 << 20, 4), torch.float32).count_nonzero() == 0
 
 
@@ -53,7 +49,7 @@ def test_a_buffer_outlives_what_made_it():
     assert key.sum() == 2.0 * key.numel()
 
 
-def test_fake_tensors_are_made_where_fake_ones_are_asked_for():
+def test_a_fake_mode_gets_fake_tensors():
     with FakeTensorMode():
         cache = PagedKVCache(1, 1 << 10, 16, 8, 64, dtype=torch.int8)
         assert all(isinstance(buffer, FakeTensor) for buffer in cache.buffers())

@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, encode, largest, quantise
-from tests.oracle import LARGEST, keep
+from tests.oracle import LARGEST, store
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-ROUNDING = {torch.int8: 0.0, torch.float8_e4m3fn: 1 / 16, torch.float8_e5m2: 1 / 8}
-"""Half a step of a normal number, relative to it."""
-
-SMALLEST = {torch.int8: 0.5, torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
-"""Half a step between the smallest codes, in units of the scale."""
 
 
 def _codes(dtype: torch.dtype) -> Tensor:
@@ -60,25 +54,10 @@ def test_codes_are_the_nearest_and_the_largest_element_has_the_largest(dtype, se
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
-@given(st.integers(0, 2**32), st.sampled_from(FLOATS), st.sampled_from([0.0, 1.0, 3.0]))
-@settings(max_examples=30)
-def test_the_error_of_an_element_is_at_most_half_a_step(dtype, seed, source, spread):
-    rows = _rows(seed, source, spread)
-    codes, scale = quantise(rows, dtype)
-    read = dequantise(codes, scale)
-    assert read.dtype == torch.float32
-    half_a_step = torch.maximum(
-        ROUNDING[dtype] * rows.double().abs(), SMALLEST[dtype] * scale.double().unsqueeze(-1)
-    )
-    error = (read.double() - rows.double()).abs()
-    assert (error <= half_a_step * (1 + 1e-5)).all()
-
-
-@pytest.mark.parametrize("dtype", QUANTISED)
-def test_what_the_oracle_keeps_is_what_the_library_keeps(dtype):
+def test_the_library_stores_what_the_oracle_stores(dtype):
     rows = _rows(1, torch.float32, 1.0)
     codes, scale = quantise(rows, dtype)
-    stored, scales, read = keep(rows, dtype)
+    stored, scales, read = store(rows, dtype)
     assert torch.equal(codes.view(torch.uint8), stored.view(torch.uint8))
     assert torch.equal(scale, scales) and torch.equal(dequantise(codes, scale), read)
 
@@ -87,7 +66,7 @@ def test_what_the_oracle_keeps_is_what_the_library_keeps(dtype):
 def test_rows_that_are_quantised_already_stay_as_they_are(dtype):
     once = dequantise(*quantise(_rows(2, torch.float32, 1.0), dtype))
     twice = dequantise(*quantise(once, dtype))
-    torch.testing.assert_close(once, twice, atol=0, rtol=3e-7)  # the scale is rounded anew
+    torch.testing.assert_close(once, twice, atol=0, rtol=3e-7)  # the scale is rounded again
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)

@@ -1,4 +1,4 @@
-"""A command as the console script runs it, and how it ended."""
+"""Runs of a command as the console script starts it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Outcome(NamedTuple):
+class Completed(NamedTuple):
     """Exit code, stdout and stderr."""
 
     code: int
@@ -14,19 +14,19 @@ class Outcome(NamedTuple):
     err: str
 
 
-Command = Callable[..., Outcome]
+Command = Callable[..., Completed]
 
 
-def assert_refused(outcome: Outcome, *parts: str, at_once: bool = True) -> None:
+def assert_refused(completed: Completed, *parts: str, at_once: bool = True) -> None:
     """Exit code 2, and nothing but one line on stderr that holds all the parts.
 
     ``at_once`` False: that line is the last, as a warmup came before it.
     """
-    lines = outcome.err.splitlines()
+    lines = completed.err.splitlines()
     lines = lines if at_once else lines[-1:]
-    assert outcome.code == 2, outcome.err
-    assert len(lines) == 1 and lines[0].startswith("compiled-attn: error:"), outcome.err
+    assert completed.code == 2, completed.err
+    assert len(lines) == 1 and lines[0].startswith("compiled-attn: error:"), completed.err
     for part in parts:
         assert part in lines[0]
-    assert "Traceback" not in outcome.err
-    assert outcome.out == ""
+    assert "Traceback" not in completed.err
+    assert completed.out == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_attn.cli import main
-from tests.compiled_attn.cli.commands import Command, Outcome
+from tests.compiled_attn.cli.commands import Command, Completed
 from tests.compiled_attn.text.models import save_chat_model, save_model
 
 
@@ -21,12 +21,12 @@ def no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def command(no_store_at_home: None, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs the command as the console script does."""
 
-    def run(*arguments: object) -> Outcome:
+    def run(*arguments: object) -> Completed:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as raised:
             main([str(argument) for argument in arguments])
-        assert isinstance(ended.value.code, int)
-        return Outcome(ended.value.code, *capsys.readouterr())
+        assert isinstance(raised.value.code, int)
+        return Completed(raised.value.code, *capsys.readouterr())
 
     return run
 

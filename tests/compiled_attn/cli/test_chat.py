@@ -54,18 +54,20 @@ def test_every_line_of_a_pipe_is_a_turn_and_the_second_finds_the_first_in_the_ca
     command, options, chat_dir, monkeypatch
 ):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{TURNS[0]}\n\n{TURNS[1]}\n"))
-    outcome = command(*options)
-    assert outcome.code == 0, outcome.err
-    assert outcome.out == "".join(f"{text}\n" for text in answers_of(chat_dir, TURNS))
-    shown = [found.groups() for line in outcome.err.splitlines() if (found := FIGURES.match(line))]
+    completed = command(*options)
+    assert completed.code == 0, completed.err
+    assert completed.out == "".join(f"{text}\n" for text in answers_of(chat_dir, TURNS))
+    shown = [
+        found.groups() for line in completed.err.splitlines() if (found := FIGURES.match(line))
+    ]
     assert [tokens for tokens, *_ in shown] == ["12", "12"]
     first, second = (int(share) for _, share, _ in shown)
     assert first == 0 and second > 40
 
 
 def test_a_prompt_is_answered_once(command, options, chat_dir):
-    outcome = command(*options, "--prompt", TURNS[0])
-    assert (outcome.code, outcome.out) == (0, f"{answers_of(chat_dir, TURNS[:1])[0]}\n")
+    completed = command(*options, "--prompt", TURNS[0])
+    assert (completed.code, completed.out) == (0, f"{answers_of(chat_dir, TURNS[:1])[0]}\n")
 
 
 def test_an_answer_is_printed_as_it_is_whatever_it_looks_like(command, options, monkeypatch):
@@ -132,13 +134,13 @@ def test_an_interrupt_ends_the_answer_and_at_the_prompt_the_chat(
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("rich.console.Console.input", typed)
     monkeypatch.setattr(LLM, "stream", interrupted(pieces))
-    outcome = command(*options)
+    completed = command(*options)
     first, second = answers_of(chat_dir, TURNS)
-    assert outcome.code == 130 and "Traceback" not in outcome.err
-    assert outcome.out.startswith(f"{first}\n")
-    said = outcome.out[len(first) + 1 : -1]
+    assert completed.code == 130 and "Traceback" not in completed.err
+    assert completed.out.startswith(f"{first}\n")
+    said = completed.out[len(first) + 1 : -1]
     assert second.startswith(said) and bool(said) == bool(pieces)
-    assert "the answer was cut off" in outcome.err
+    assert "the answer was cut off" in completed.err
 
 
 def test_an_interrupt_ends_an_answer_to_a_prompt_and_the_command(command, options, monkeypatch):
@@ -155,9 +157,9 @@ def test_logits_that_are_not_finite_are_one_line(command, options, tmp_path):
     model.get_input_embeddings().weight.data[poison] = torch.nan
     model.save_pretrained(tmp_path)
     options[1] = tmp_path
-    outcome = command(*options, "--prompt", "Quiet")
-    assert outcome.code == 1 and "Traceback" not in outcome.err
-    assert "error: expected finite logits to sample from" in outcome.err.splitlines()[-1]
+    completed = command(*options, "--prompt", "Quiet")
+    assert completed.code == 1 and "Traceback" not in completed.err
+    assert "error: expected finite logits to sample from" in completed.err.splitlines()[-1]
 
 
 def test_without_the_package_of_the_default_model_the_error_says_how_to_get_it(
@@ -172,13 +174,13 @@ def test_slash_commands_help_reset_and_end_the_conversation(
 ):
     lines = ["/help", TURNS[0], "/hepl", "/reset", TURNS[1], "/exit", "never asked"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-    outcome = command(*options)
-    assert outcome.code == 0, outcome.err
+    completed = command(*options)
+    assert completed.code == 0, completed.err
     alone = [answers_of(chat_dir, [turn])[0] for turn in TURNS]
-    assert outcome.out == "".join(f"{text}\n" for text in alone)
-    assert "/reset forgets the conversation, /exit or Ctrl-D ends it" in outcome.err
-    assert "/hepl is no command" in outcome.err
-    assert "a new conversation" in outcome.err
+    assert completed.out == "".join(f"{text}\n" for text in alone)
+    assert "/reset forgets the conversation, /exit or Ctrl-D ends it" in completed.err
+    assert "/hepl is no command" in completed.err
+    assert "a new conversation" in completed.err
 
 
 def test_on_a_terminal_it_says_what_it_loads_before_it_loads_anything(monkeypatch):

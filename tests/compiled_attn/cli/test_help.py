@@ -18,7 +18,7 @@ from compiled_attn.cli.app import app
 _HEAVY = "torch", "transformers", "numpy", "compiled_attn.engine.engine"
 
 
-def ended(*arguments: object) -> int:
+def exit_code(*arguments: object) -> int:
     with pytest.raises(SystemExit) as raised:
         main([str(argument) for argument in arguments])
     return raised.value.code
@@ -42,24 +42,24 @@ main({arguments})
 def test_explain_prints_breaks_with_the_users_line(tmp_path, capsys):
     path = tmp_path / "attention_user.py"
     path.write_text("def broken(x):\n    print('side effect')\n    return x * 2\n")
-    assert ended("explain", f"{path}:broken", "--input", "2") == 1
+    assert exit_code("explain", f"{path}:broken", "--input", "2") == 1
     assert f"break 0: {path}:2: " in capsys.readouterr().out
 
 
 def test_explain_has_its_own_help_and_the_errors_of_the_command(capsys):
-    assert ended("explain", "--help") == 0
+    assert exit_code("explain", "--help") == 0
     shown = capsys.readouterr().out
     assert "Usage: compiled-attn explain" in shown and "--guards" in shown
-    assert ended("explain", "missing.py:f", "--input", "2") == 2
+    assert exit_code("explain", "missing.py:f", "--input", "2") == 2
     assert capsys.readouterr().err == "compiled-attn: error: no such file: missing.py\n"
 
 
 def test_cache_looks_at_the_store_of_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "none")
-    assert ended("cache", "ls") == 2
+    assert exit_code("cache", "ls") == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"compiled-attn: error: there is no store in {tmp_path / 'none'}")
-    assert ended("cache", "prune", "--help") == 0
+    assert exit_code("cache", "prune", "--help") == 0
     assert "Usage: compiled-attn cache prune" in capsys.readouterr().out
 
 

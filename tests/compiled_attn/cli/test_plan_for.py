@@ -10,7 +10,6 @@ pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from tests.compiled_attn.cli.commands import assert_refused
-from tests.compiled_attn.planner.formats.test_metrics import STEPS, exposed
 
 LIMITS = ["--max-seqs", 4, "--max-tokens-per-step", 64, "--block-size", 8, "--max-graphs", 6]
 
@@ -34,22 +33,12 @@ def test_without_out_the_option_for_sglang_is_the_last_line(command, trace):
     assert option == "--cuda-graph-bs" and sizes[-1] == "4"
 
 
-def test_a_plan_for_vllm_comes_out_of_its_metrics(command, tmp_path):
-    path = tmp_path / "metrics.txt"
-    path.write_text(exposed("vllm:iteration_tokens_total", STEPS))
-    code, text, err = command("plan", "--format", "vllm", "--metrics", path, *LIMITS)
-    assert code == 0, err
-    assert "sizes between the bounds of vLLM's histogram are assumed" in text
-    assert json.loads(text.splitlines()[-1])["cudagraph_capture_sizes"][-1] == 8
-
-
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
         (["--format", "tensorrt"], ["expected --format of vllm, vllm-gaudi, sglang", "tensorrt"]),
-        (["--format", "vllm"], ["one of --trace, --metrics and --request-log", "name one"]),
-        (["--metrics", "x"], ["expected --metrics with --format only"]),
-        (["--format", "vllm", "--request-log", "missing"], ["missing: cannot be read"]),
+        (["--format", "vllm"], ["expected --trace, and no --demand, with --format"]),
+        (["--format", "vllm", "--trace", "missing"], ["missing: cannot be read"]),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(command, options, parts):
@@ -70,10 +59,3 @@ def test_an_engine_of_another_version_is_one_line_with_the_tested_range(
 def test_a_number_of_graphs_below_the_kinds_of_steps_is_refused(command, trace):
     few = ["--format", "vllm-gaudi", "--trace", trace, "--max-graphs", 1]
     assert_refused(command("plan", *few), "expected --max-graphs of at least 2")
-
-
-@pytest.mark.parametrize("engine", ["vllm", "vllm-gaudi", "sglang"])
-def test_metrics_that_are_none_are_one_line_for_each_engine(command, tmp_path, engine):
-    path = tmp_path / "metrics.txt"
-    path.write_text("# nothing of vLLM\n")
-    assert_refused(command("plan", "--format", engine, "--metrics", path, *LIMITS), "metrics.txt")

@@ -40,19 +40,19 @@ def test_the_prompts_of_a_file_are_answered_in_their_order(
     config = EngineConfig(backend="eager", max_seqs=4, max_tokens_per_step=32, max_graphs=4)
     sampling = SamplingParams(max_new_tokens=9)
     expected = [each.text for each in LLM(chat_dir, config).generate([*PROMPTS, CHAT], sampling)]
-    outcome = command(*options, "--prompts", file, "--check", 3, "--json", tmp_path / "out.json")
-    assert outcome.code == 0, outcome.err
-    asked = [*PROMPTS, "a question"]
-    shown = "".join(f"> {a}\n{b}\n\n" for a, b in zip(asked, expected, strict=True))
-    assert outcome.out.startswith(shown)
+    completed = command(*options, "--prompts", file, "--check", 3, "--json", tmp_path / "out.json")
+    assert completed.code == 0, completed.err
+    prompts = [*PROMPTS, "a question"]
+    shown = "".join(f"> {a}\n{b}\n\n" for a, b in zip(prompts, expected, strict=True))
+    assert completed.out.startswith(shown)
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["answers"] == expected
     assert (result["checked_requests"], result["mismatched_tokens"]) == (3, 0)
 
 
 def test_one_prompt_is_answered(command, options):
-    outcome = command(*options, "--prompt", "the first")
-    assert outcome.code == 0 and outcome.out.startswith("> the first\n")
+    completed = command(*options, "--prompt", "the first")
+    assert completed.code == 0 and completed.out.startswith("> the first\n")
 
 
 @pytest.mark.parametrize(

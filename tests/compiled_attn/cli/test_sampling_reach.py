@@ -87,8 +87,8 @@ def test_a_field_reaches_the_protocol_of_the_server(name):
 @pytest.mark.parametrize("name", sorted(FIELDS - NOT_OF_A_COMMAND.keys()))
 def test_a_field_reaches_the_options_of_a_command(name):
     options = RunOptions(**OPTIONS.get(name, {name: VALUES[name]}))
-    wanted = Grammar.regex("a|b") if name == "grammar" else VALUES[name]
-    assert getattr(command.sampling_of(options), name) == wanted
+    expected = Grammar.regex("a|b") if name == "grammar" else VALUES[name]
+    assert getattr(command.sampling_of(options), name) == expected
 
 
 def test_what_is_left_out_is_not_there():

@@ -39,7 +39,7 @@ def test_it_puts_our_backend_in_the_place_of_the_cpu_s(registered):
 
 
 @pytest.mark.parametrize("value", ["0", None])
-def test_it_does_nothing_unless_it_is_asked(registered, monkeypatch, caplog, value):
+def test_it_does_nothing_unless_enabled(registered, monkeypatch, caplog, value):
     monkeypatch.delenv(VARIABLE) if value is None else monkeypatch.setenv(VARIABLE, value)
     register()
     assert not registered

@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from tests.compiled_attn.tiny import tiny_model
+
+    return tiny_model()
+
+
 @pytest.fixture
 def paced() -> Iterator[tuple[Any, Any]]:
     """The executor of an engine of which the test lets each step go, and what serves it."""

@@ -73,11 +73,8 @@ class Counting:
             step.parts, tokens, batch.block_tables.numpy(), batch.seq_lens.tolist(), strict=False
         ):
             slots = (table[:, None] * 4 + np.arange(4)).reshape(-1)[:length]
-            wanted = part.sequence.tokens[: part.start] + own
-            assert [self.seen[slot] for slot in slots] == wanted and len(wanted) == length
-
-    def finite_blocks(self, places):
-        return len(places)
+            expected = part.sequence.tokens[: part.start] + own
+            assert [self.seen[slot] for slot in slots] == expected and len(expected) == length
 
     def report(self):
         return ExecutorReport("none", "counting")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from tests.oracle import dense, keep
+from tests.oracle import dense, store
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -16,9 +16,9 @@ def rounded_logits(model: PreTrainedModel, text: list[int], kind: str) -> Tensor
 
     def attention(module, query, key, value, attention_mask, *, sliding_window=None, **_):
         rows = (each[0].transpose(0, 1) for each in (query, key, value))
-        asked, *both = rows
-        keys, values = (keep(each, KINDS[kind])[2] for each in both)
-        out, _ = dense(asked, keys, values, sliding_window=sliding_window)
+        queries, *both = rows
+        keys, values = (store(each, KINDS[kind])[2] for each in both)
+        out, _ = dense(queries, keys, values, sliding_window=sliding_window)
         return out.to(query.dtype).unsqueeze(0), None
 
     AttentionInterface.register("rounded_reference", attention)

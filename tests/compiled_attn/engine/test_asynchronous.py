@@ -152,7 +152,7 @@ def test_a_request_that_waits_outside_can_be_cancelled_too(paced):
     with pytest.raises(RequestCancelled):
         second.result(SECONDS)
     assert len(first.result(SECONDS).tokens) == 30
-    first.cancel()  # one that has ended stays as it is
+    first.cancel()  # a finished one stays as it is
     assert len(first.result().tokens) == 30
 
 
@@ -180,19 +180,19 @@ def test_continuations_are_taken_as_a_whole_and_begin_behind_the_first(paced):
     executor, serving = paced
     several = SamplingParams(max_new_tokens=3, temperature=1.0, seed=7, n=4)
     with pytest.raises(QueueFull, match="got 7 more that belong together"):
-        serving.submit_choices([1], replace(several, n=7))  # max_seqs 4, max_waiting 2
-    handles = serving.submit_choices([1, 2, 3, 4, 5], several)
+        serving.submit_together([([1], replace(several, n=7))])  # max_seqs 4, max_waiting 2
+    handles = serving.submit_together([([1, 2, 3, 4, 5], several)])
     assert [each.sampling.seed for each in handles] == [7, 8, 9, 10]
     with pytest.raises(QueueFull):
-        serving.submit_choices([1], replace(several, n=3))
-    others = serving.submit_choices([50], replace(several, n=2))
+        serving.submit_together([([1], replace(several, n=3))])
+    others = serving.submit_together([([50], replace(several, n=2))])
     assert executor.begun.wait(SECONDS)  # the first step, which the test lets go now
     assert [each.request_id for each in [*handles[1:], others[1]]] == [None] * 4
     executor.steps.release(1000)
     assert [each.result(SECONDS).tokens for each in handles] == [[6, 7, 8]] * 4
     assert [each.result(SECONDS).tokens for each in others] == [[51, 52, 53]] * 2
     with pytest.raises(ConfigError, match="integers"):
-        serving.submit_choices("text", several)
+        serving.submit_together([("text", several)])
 
 
 def test_several_prompts_are_taken_together_or_not_at_all(paced):
@@ -207,17 +207,19 @@ def test_several_prompts_are_taken_together_or_not_at_all(paced):
         with pytest.raises(ConfigError, match=r"expected a list of pairs.*pass \[\(prompt, Sampl"):
             serving.submit_together(bad)
     assert serving.submit_together([]) == []
-    asked = [([10], two), ([20], replace(two, max_new_tokens=2)), ([30], two)]
-    handles = serving.submit_together(asked)
+    requests = [([10], two), ([20], replace(two, max_new_tokens=2)), ([30], two)]
+    handles = serving.submit_together(requests)
     assert [each.sampling.seed for each in handles] == [7, 8] * 3
     executor.steps.release(1000)
-    wanted = [[11, 12, 13], [21, 22], [31, 32, 33]]
-    assert [each.result(SECONDS).tokens for each in handles] == [w for w in wanted for _ in (0, 1)]
+    expected = [[11, 12, 13], [21, 22], [31, 32, 33]]
+    assert [each.result(SECONDS).tokens for each in handles] == [
+        w for w in expected for _ in (0, 1)
+    ]
 
 
 def test_a_continuation_whose_first_is_cancelled_goes_on(paced):
     executor, serving = paced
-    first, second, third = serving.submit_choices([1, 2, 3, 4, 5], replace(LONG, seed=1, n=3))
+    first, second, third = serving.submit_together([([1, 2, 3, 4, 5], replace(LONG, seed=1, n=3))])
     third.cancel()
     first.cancel()
     executor.steps.release(1000)
@@ -230,7 +232,7 @@ def test_a_continuation_whose_first_is_cancelled_goes_on(paced):
 @pytest.mark.parametrize("drain", [True, False])
 def test_continuations_that_wait_for_the_first_end_with_the_engine(paced, drain):
     executor, serving = paced
-    handles = serving.submit_choices([1, 2, 3, 4, 5], replace(LONG, seed=1, n=3))
+    handles = serving.submit_together([([1, 2, 3, 4, 5], replace(LONG, seed=1, n=3))])
     stopping = threading.Thread(target=serving.stop, kwargs={"drain": drain})
     stopping.start()
     executor.steps.release(1000)

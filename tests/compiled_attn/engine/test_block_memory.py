@@ -72,7 +72,7 @@ def test_only_new_blocks_are_written(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("layout", "asked", "waste"),
+    ("layout", "configured", "waste"),
     [
         (PartsLayout, None, 0.25),
         (TableLayout, None, None),
@@ -80,8 +80,8 @@ def test_only_new_blocks_are_written(monkeypatch):
         (PartsLayout, 1, None),
     ],
 )
-def test_blocks_are_kept_together_where_a_step_reads_their_range(layout, asked, waste):
+def test_blocks_are_defragmented_where_a_step_reads_their_range(layout, configured, waste):
     executor = Counting()
     executor.sizing = replace(executor.sizing, layout=layout(20, 4))
-    found = BlockMemory(executor, replace(CONFIG, defrag_waste=asked)).defragmenter
+    found = BlockMemory(executor, replace(CONFIG, defrag_waste=configured)).defragmenter
     assert (found.max_waste if found else None) == waste

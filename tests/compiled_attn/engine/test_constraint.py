@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.engine import Engine, EngineConfig, SamplingParams, sample_rows
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.errors import ConfigError
 from tests.compiled_attn.engine.small import small_engine
@@ -25,8 +25,8 @@ def engine() -> Engine:
     return small_engine(grammars=Words())
 
 
-def wanted(words: list[Word], prompt: list[int], ends: set[int] = frozenset()) -> list[int]:
-    """The greedy answer, by plain logits and the definition of the words."""
+def expected(words: list[Word], prompt: list[int], ends: set[int] = frozenset()) -> list[int]:
+    """The greedy answer, by plain logits and the words."""
     model, made = tiny_model(), ()
     while True:
         allowed = next_of(words, made) | (ends if made in words else set())
@@ -56,7 +56,7 @@ def served(engine: Engine, sampling, prompts=PROMPTS):
 def test_the_answer_is_the_likeliest_one_that_is_allowed_and_ends_where_nothing_may_follow(engine):
     params = SamplingParams(max_new_tokens=NEW, grammar=grammar_of(*LONG))
     results = served(engine, params)
-    assert [each.tokens for each in results] == [wanted(LONG, prompt) for prompt in PROMPTS]
+    assert [each.tokens for each in results] == [expected(LONG, prompt) for prompt in PROMPTS]
     assert {each.finish_reason for each in results} == {"stop"}
 
 
@@ -138,7 +138,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(what):
     good = SamplingParams(max_new_tokens=NEW, grammar=grammar_of(*LONG))
     bad = SamplingParams(max_new_tokens=NEW, grammar=grammar_of((1,), (1, 2, 3, 4)))
     results = served(engine, [good, bad, SamplingParams(max_new_tokens=NEW)])
-    assert results[0].tokens == wanted(LONG, PROMPTS[0])
+    assert results[0].tokens == expected(LONG, PROMPTS[0])
     assert results[1].finish_reason == "error"
     assert results[1].error.endswith(f"RuntimeError: injected in {what}")
     assert results[2].finish_reason == "length"
@@ -151,7 +151,7 @@ def test_a_grammar_that_can_go_nowhere_ends_its_own_request_with_the_reason():
     good = SamplingParams(max_new_tokens=NEW, grammar=grammar_of(*LONG))
     first, second = served(engine, [stuck, good], PROMPTS[:2])
     assert first.tokens == [5] and "fix the grammar, which cannot continue here" in first.error
-    assert second.tokens == wanted(LONG, PROMPTS[1])
+    assert second.tokens == expected(LONG, PROMPTS[1])
 
 
 def test_a_grammar_needs_an_engine_that_knows_grammars():
@@ -159,8 +159,6 @@ def test_a_grammar_needs_an_engine_that_knows_grammars():
     engine = Engine(tiny_model(), EngineConfig(backend="eager", max_graphs=2))
     with pytest.raises(ConfigError, match="expected no grammar, as this engine has no tokenizer"):
         engine.submit([1], params)
-    with pytest.raises(ValueError, match="expected settings without a grammar"):
-        sample_rows(torch.zeros(1, 8), [params], [0])
     with pytest.raises(ValueError, match="expected grammar: None or a Grammar, got 'x'"):
         SamplingParams(grammar="x")
 
@@ -180,7 +178,7 @@ def test_a_preempted_request_goes_on_where_it_was():
     engine = small_engine(grammars=Words(), num_blocks=13)
     results = served(engine, params, prompts)
     assert engine.report().preemptions
-    assert [each.tokens for each in results] == [wanted(words, prompt) for prompt in prompts]
+    assert [each.tokens for each in results] == [expected(words, prompt) for prompt in prompts]
 
 
 @given(
@@ -190,7 +188,7 @@ def test_a_preempted_request_goes_on_where_it_was():
     st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_mask_forbids_what_the_definition_does(words, vocab, known, count):
+def test_a_mask_forbids_what_the_reference_does(words, vocab, known, count):
     start = words[0][:count]
     grammars, ends = Words(known), {3, 32, 200}
     logits = torch.randn(3, vocab)

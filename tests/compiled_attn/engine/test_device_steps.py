@@ -114,23 +114,14 @@ def test_sampled_tokens_are_those_of_a_cpu(kernel, sampling):
     assert bool(engine.report().steps_ahead) == (sampling is RANDOM)
     for one, other in zip(there, here, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
-        for got, wanted in zip(one.logprobs or [], other.logprobs or [], strict=True):
-            assert got.token == wanted.token
-            assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
-    assert each_step(spent) == (1, 1, 0, 0)
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_caches_of_8_bits(kv_dtype):
-    config = replace(CONFIG, kv_dtype=kv_dtype)
-    here, _, _ = served("cpu", config=config)
-    there, spent, _ = served("fake_device", config=config)
-    assert tokens(there) == tokens(here)
+        for got, expected in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert got.token == expected.token
+            assert got.logprob == pytest.approx(expected.logprob, abs=1e-5)
     assert each_step(spent) == (1, 1, 0, 0)
 
 
 def test_moved_blocks_take_one_copy_more_and_nothing_waits():
-    config = replace(CONFIG, num_blocks=14, defrag_waste=0.0, defrag_min_gap=1)
+    config = replace(CONFIG, num_blocks=14, defrag_waste=0.0)
     prompts = [[7, 7, 7, 7, 7, 1 + n % 3, n % 5] * 2 for n in range(14)]
     here, _, _ = served("cpu", config=config, prompts=prompts)
     there, spent, engine = served("fake_device", config=config, prompts=prompts)
@@ -179,22 +170,6 @@ class Recorded(CudaGraphBackend):
     def _double(self) -> ReplayDouble:
         self.doubles.append(ReplayDouble(device="fake_device"))
         return self.doubles[-1]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-@pytest.mark.parametrize("kernel", ["native", "portable"])
-def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
-    backend = Recorded()
-    here, _, _ = served("cpu", sampling, replace(CONFIG, kernel=kernel))
-    there, spent, engine = served(
-        "fake_device", sampling, replace(CONFIG, kernel=kernel, backend=backend)
-    )
-    assert tokens(there) == tokens(here)
-    assert each_step(spent) == (1, 1, 0, 0) and engine.report().steps_ahead
-    steps, *others = backend.doubles
-    assert steps.replays == len(spent) == engine.report().steps
-    # The sampler's graph runs for steps that draw, and for no other.
-    assert any(each.replays for each in others) == (sampling is RANDOM)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,25 +10,7 @@ from compiled_attn.engine.local import LocalExecutor
 from graphs import CaptureError
 from graphs.backends.eager import EagerBackend
 from tests.compiled_attn.engine.counting import Counting
-from tests.compiled_attn.engine.paced import warm_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
-
-
-def test_every_request_is_continued_and_every_token_found_where_its_tables_say():
-    engine = warm_engine()
-    prompts = [[n, 5, n] * (1 + n % 4) for n in range(1, 30)]
-    results = engine.generate(prompts, SamplingParams(max_new_tokens=20), in_order=True)
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.tokens == list(range(prompt[-1] + 1, prompt[-1] + 21))
-    report = engine.report()
-    assert (report.kernel, report.backend, report.requests) == ("counting", "none", 29)
-    assert report.preemptions > 0 and report.prefix_hit_ratio > 0
-
-
-def test_the_executor_says_what_ends_a_text():
-    engine = warm_engine()
-    (result,) = engine.generate([[96]], SamplingParams(max_new_tokens=20))
-    assert (result.tokens, result.finish_reason) == ([97, 98, 99], "stop")
 
 
 def test_a_model_is_the_short_form_of_a_local_executor():
@@ -70,12 +50,3 @@ def test_where_nothing_can_be_captured_the_error_is_of_the_steps(strict):
 def test_what_is_neither_model_nor_executor_is_refused_in_one_line(wrong):
     with pytest.raises(TypeError, match=r"expected a causal language model .*load_model$"):
         Engine(wrong)
-
-
-def test_workers_are_forked_only_if_asked_for():
-    model = tiny_model(num_hidden_layers=12)
-    config = EngineConfig(16, 4, block_size=4, num_blocks=20, backend="eager", max_graphs=3)
-    assert LocalExecutor(model, config).graphs._capturing.workers == 1
-    config = replace(config, warmup_workers=3)
-    model = tiny_model(num_hidden_layers=12)
-    assert LocalExecutor(model, config).graphs._capturing.workers == 3

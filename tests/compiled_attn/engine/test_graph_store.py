@@ -1,4 +1,4 @@
-"""The store that an engine's configuration asks for."""
+"""The store of an engine's configuration."""
 
 from __future__ import annotations
 

@@ -29,13 +29,6 @@ def _config(**changes) -> EngineConfig:
     return EngineConfig(**{**SIZES, "num_blocks": 128, "kernel": "native", **changes})
 
 
-def test_bfloat16_models_are_served():
-    model = tiny_model().to(torch.bfloat16)
-    engine = _engine(model)
-    (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
-    assert len(result.tokens) == 4 and engine.report().kernel == "native"
-
-
 def test_captured_graphs_serve_without_a_compile_or_a_break():
     model, prompts = tiny_model("mistral"), prompts_of(4)
     buckets = explicit(("tokens", "requests"), [(24, 4), (4, 4)])
@@ -45,14 +38,6 @@ def test_captured_graphs_serve_without_a_compile_or_a_break():
     assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)
     assert report.compiled_graphs == 1
     assert {row["graph"] for row in report.buckets} == {"step[tokens requests]"}
-
-
-def test_both_kernels_generate_the_same():
-    model, prompts = tiny_model("gpt_oss"), prompts_of(6, seed=3)
-    native, portable = (
-        greedy(_engine(model, kernel=kernel), prompts, 16) for kernel in ("native", "portable")
-    )
-    assert native == portable
 
 
 def test_auto_is_native_where_the_model_is_supported():
@@ -97,7 +82,7 @@ def test_a_kernel_that_does_not_build_is_an_error_if_strict_and_a_reason_if_not(
         Engine(tiny_model(), _config(strict=False))
 
 
-def test_the_report_tells_what_the_warmup_of_a_device_found(monkeypatch):
+def test_the_report_has_what_the_warmup_of_a_device_found(monkeypatch):
     notes: dict[str, str] = {}
 
     @contextmanager
@@ -120,7 +105,7 @@ def test_buckets_of_the_native_kernel_need_it():
 
 
 @pytest.mark.parametrize("kernel", ["auto", "native", "portable"])
-def test_buckets_of_no_kernel_are_told_the_axes_of_both(kernel):
+def test_buckets_of_no_kernel_are_refused_with_the_axes_of_both(kernel):
     buckets = explicit(("tokens", "rows"), [(24, 4)])
     message = (
         r"over tokens, requests \(native\) or tokens, shared, unique, logits \(portable\), got "
@@ -130,7 +115,7 @@ def test_buckets_of_no_kernel_are_told_the_axes_of_both(kernel):
         Engine(tiny_model(), _config(kernel=kernel, buckets=buckets))
 
 
-def test_a_request_without_a_bucket_is_told_the_axes_of_the_kernel():
+def test_a_request_without_a_bucket_is_refused_with_the_axes_of_the_kernel():
     engine = Engine(
         tiny_model(), _config(strict=False, buckets=explicit(("tokens", "requests"), [(8, 0)]))
     )
@@ -188,7 +173,7 @@ def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weigh
             _engine(model, weights="packed", backend="eager")
 
 
-def test_weights_of_int8_are_told_and_stay_for_engines_that_ask_for_them():
+def test_weights_of_int8_are_reported_and_reused_by_engines_of_int8():
     model, prompts = tiny_model("llama").to(torch.bfloat16), prompts_of(3)
     settings = {"backend": "aot_eager", "max_graphs": 2}
     engine = _engine(model, weights="int8", **settings)

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from compiled_attn.models.hf.proof import check
 from graphs.store.factors import graph_factors
 from tests.compiled_attn.engine.rounded import KINDS, rounded_logits
 from tests.compiled_attn.engine.small import greedy, prompts_of, small_engine
-from tests.compiled_attn.tiny import plain_generate, tiny_model
+from tests.compiled_attn.tiny import tiny_model
 
 NEW = 12
 SAMPLING = SamplingParams(max_new_tokens=NEW)
@@ -49,23 +48,6 @@ def test_every_token_is_the_likeliest_of_a_model_whose_cache_is_rounded_so(kind,
         assert (short <= 2e-3 * rows.std(-1)).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_mostly_those_of_plain_generate_and_never_far_from_it(kind, record_property):
-    model, prompts = default_model(), _prompts(4)
-    engine = _engine(model, kind, num_blocks=64, context=64)
-    bound = {"int8": 0.1, "fp8": 0.4}[kind]  # of a row's spread
-    equal = 0
-    for prompt, tokens in zip(prompts, _tokens(engine, prompts), strict=True):
-        model.set_attn_implementation("eager")
-        rows = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        model.set_attn_implementation("compiled_attn")
-        equal += int((rows.argmax(-1) == torch.tensor(tokens)).sum())
-        assert (rows.amax(-1) - rows[range(NEW), tokens] <= bound * rows.std(-1)).all()
-    share = equal / (NEW * len(prompts))
-    record_property("share of equal tokens", share)
-    assert share >= {"int8": 0.9, "fp8": 0.75}[kind]
-
-
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kernel):
@@ -80,7 +62,7 @@ def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kerne
 
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kind, kernel):
+def test_what_is_not_finite_in_a_cache_of_8_bits_hurts_no_other(kind, kernel):
     poison, prompts = 127, _prompts(6)
     model = tiny_model()
     model.get_input_embeddings().weight.data[poison] = math.nan
@@ -95,14 +77,6 @@ def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kin
     # Nothing of it is found by a prompt that begins like it.
     (result,) = engine.generate([[*prompts[1], 5]], SAMPLING)
     assert result.finish_reason == "length"
-    cache = engine.executor.module.cache
-    codes = cache.value(0).view(torch.uint8)
-    assert engine.executor.finite_blocks(np.arange(1, 3)) == 2
-    if kind == "fp8":
-        codes[4 * 2] = 0x7F  # NaN
-        assert engine.executor.finite_blocks(np.arange(1, 3)) == 1
-    cache.key_scale(1)[4 * 1] = math.inf
-    assert engine.executor.finite_blocks(np.arange(1, 3)) == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
@@ -141,7 +115,7 @@ def test_a_graph_in_the_store_is_of_one_element_type():
     states = set()
     for kind in ("auto", *KINDS):
         module = _engine(tiny_model(), kind).executor.module
-        factors = graph_factors(module, [], backend="eager", options={}, code={})
+        factors = graph_factors(module, [], backend="eager", options={})
         states.add(factors["state"])
     assert len(states) == 3
 
@@ -157,14 +131,6 @@ def test_other_element_types_are_refused(kind):
 def test_a_backend_that_cannot_capture_8_bits_is_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"backend onnxrt, got 'int8', .*another backend"):
         EngineConfig(kv_dtype="int8", backend="onnxrt")
-
-
-def test_without_8_bits_tokens_are_those_of_plain_generate_bit_for_bit():
-    model, prompts = tiny_model(), _prompts(3)
-    engine = _engine(model, "auto")
-    assert engine.executor.module.cache.dtype == torch.float32
-    for prompt, tokens in zip(prompts, _tokens(engine, prompts), strict=True):
-        assert tokens == plain_generate(model, prompt, NEW)
 
 
 @pytest.mark.parametrize("kernel", ["native", "portable"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +164,7 @@ def test_an_arrival_that_is_no_time_is_refused(arrived):
         ({"concurrency": math.nan}, "concurrency"),
         ({"concurrency": "2"}, "concurrency"),
         ({"arrivals": ["a", "b"]}, "arrivals in seconds"),
+        ({"arrivals": [math.nan, 0.0]}, "arrivals in seconds"),
         ({"arrivals": 3}, "arrivals, one or one per prompt"),
     ],
 )
@@ -171,8 +173,10 @@ def test_settings_of_a_workload_of_the_wrong_kind_are_refused(more, message):
         small_engine().generate([[1], [2]], **more)
 
 
-def test_arrivals_may_be_a_tensor_and_sampling_any_iterable():
+def test_prompts_and_arrivals_may_be_arrays_and_sampling_any_iterable():
     engine = small_engine()
     params = (SamplingParams(max_new_tokens=2) for _ in range(2))
     arrivals = torch.tensor([0.0, 0.01])
-    assert len(list(engine.generate([[1], [2]], params, arrivals=arrivals))) == 2
+    prompts = np.array([[1, 2, 3], [4, 5, 6]])
+    assert len(list(engine.generate(prompts, params, arrivals=arrivals))) == 2
+    assert len(list(engine.generate(torch.tensor(prompts), arrivals=arrivals.numpy()))) == 2

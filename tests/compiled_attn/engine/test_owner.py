@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from compiled_attn import AsyncEngine
-from compiled_attn.engine import Engine, EngineConfig
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.errors import EngineStopped, RequestCancelled
 from tests.compiled_attn.engine.counting import CONFIG, Counting
@@ -79,6 +79,18 @@ def test_an_executor_that_raises_reaches_every_request_and_those_to_come(paced):
     assert used(serving.engine) == 0
 
 
+def test_an_event_of_a_step_that_raises_is_delivered(paced, monkeypatch):
+    executor, serving = paced
+    ends = serving.submit([1], SamplingParams(max_new_tokens=1))
+    goes_on = serving.submit([5], LONG)
+    assert executor.begun.wait(SECONDS)
+    monkeypatch.setattr(serving.engine.scheduler, "finish", lambda *_, **__: 1 / 0)
+    executor.steps.release(1000)
+    assert ends.result(SECONDS).tokens == [2]
+    with pytest.raises(EngineStopped, match="ZeroDivisionError"):
+        goes_on.result(SECONDS)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("gone"), SystemExit("gone")])
 def test_an_abort_that_fails_ends_every_request_the_cancelled_one_too(paced, monkeypatch, error):
     executor, serving = paced
@@ -98,22 +110,22 @@ def test_an_abort_that_fails_ends_every_request_the_cancelled_one_too(paced, mon
     assert caught.value.__cause__ is error
 
 
-def test_a_look_that_ends_the_thread_ends_for_the_looker_too():
-    error = SystemExit("looked too long")
+def test_a_call_that_ends_the_thread_raises_in_its_caller_too():
+    error = SystemExit("took too long")
 
-    def looks(engine):
+    def fail(engine):
         raise error
 
     serving, received = AsyncEngine(warm_engine()), []
 
-    def look():
-        with pytest.raises(EngineStopped, match="looked too long") as caught:
-            serving._owner.call(looks)
+    def call():
+        with pytest.raises(EngineStopped, match="took too long") as caught:
+            serving._owner.call(fail)
         received.append(caught.value.__cause__)
 
-    looker = threading.Thread(target=look, daemon=True)
-    looker.start()
-    looker.join(SECONDS)
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(SECONDS)
     assert received == [error] and not serving.is_serving
 
 
@@ -244,7 +256,7 @@ def test_one_that_is_dropped_stops_when_its_requests_are_gone_too():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.parametrize("call", ["submit", "result", "read", "cancel"])
-def test_a_forked_process_is_told_and_does_not_wait(paced, call):
+def test_a_forked_process_raises_and_does_not_wait(paced, call):
     executor, serving = paced
     handle = serving.submit([2], LONG)
     calls = {
@@ -291,14 +303,14 @@ def _ends(serving: AsyncEngine) -> bool:
     return serving.stop(drain=False, timeout=SECONDS) and not serving._owner._thread.is_alive()
 
 
-def test_a_look_in_a_look_is_at_once():
+def test_a_call_in_a_call_is_at_once():
     serving = AsyncEngine(warm_engine())
     report = serving.call(lambda _: serving.call(lambda engine: serving.call(Engine.report)))
     assert report.requests == 0 and serving.is_serving
     assert _ends(serving)
 
 
-def test_a_look_in_the_progress_of_a_warmup_is_at_once():
+def test_a_call_in_the_progress_of_a_warmup_is_at_once():
     seen, engine, is_made = [], Engine(Counting(), CONFIG), threading.Event()
 
     def warmup(progress):
@@ -350,7 +362,7 @@ def test_what_has_ended_can_be_read_in_the_engines_own_thread():
     assert _ends(serving)
 
 
-def test_a_look_within_a_step_is_refused_and_ends_the_engine():
+def test_a_call_within_a_step_is_refused_and_ends_the_engine():
     executor = Counting()
     serving = AsyncEngine(warm_engine(executor))
     launch, executor.launch = executor.launch, lambda step: serving.call(Engine.report)

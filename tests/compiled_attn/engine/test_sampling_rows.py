@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_attn.engine import SamplingParams, sample
+from compiled_attn.engine import SamplingParams
 from compiled_attn.engine.sampling_rows import SamplingRows, uniforms
 from compiled_attn.ops.sampling import greedy, reference
+from tests.compiled_attn.engine.sampled import sample
 
 VOCAB = 300
 NUMBERS = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40))

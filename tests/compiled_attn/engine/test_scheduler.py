@@ -27,7 +27,9 @@ def _run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
     scheduler.commit(step)
     for sequence in sampled:
         reason = sequence.finish_reason(1)
-        sequence.apply(RowResult(1), 0, 0.0, has_token=True, reason=reason)
+        row = RowResult(1)
+        event = sequence.event(row, 0, 0.0, reason)
+        sequence.apply(row, 0, len(sequence.tokens), 0.0, event)
         if reason:
             scheduler.finish(sequence)
     return shape
@@ -199,7 +201,7 @@ def test_a_sequence_that_failed_leaves_nothing_in_the_prefix_index():
     failed = _sequence(0, 10)
     scheduler.add(failed)
     _run_step(scheduler)
-    scheduler.finish(failed, sound_blocks=0)
+    scheduler.finish(failed, has_failed=True)
     scheduler.add(_sequence(1, 10))
     assert _run_step(scheduler) == [(1, 10)]
 

@@ -13,14 +13,8 @@ from compiled_attn.models.hf import cache_for
 from compiled_attn.step import PartsLayout, TableLayout
 from graphs import explicit
 from graphs.capture.memory import machine_bytes
-from tests.compiled_attn.tiny import tiny_model
 
 SMALL = {"block_size": 4, "num_blocks": 17, "max_seqs": 4, "context": 40}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 @pytest.mark.parametrize("tokens", [10**12, 10**20, 2**63 - 1])
@@ -65,11 +59,11 @@ def test_a_cache_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(
     monkeypatch.setattr(PagedKVCache, "__init__", init)
     config = EngineConfig(**{**SMALL, **changes}, max_tokens_per_step=64)
     slots = config.num_blocks * config.block_size
-    wanted = slots * cache_for(model, 2, 1).bytes_per_block
+    expected = slots * cache_for(model, 2, 1).bytes_per_block
     with pytest.raises(ConfigError) as caught:
         Engine(model, config)
     text = str(caught.value)
-    assert f"at most {machine_bytes():,} bytes" in text and f"got {wanted:,} bytes" in text
+    assert f"at most {machine_bytes():,} bytes" in text and f"got {expected:,} bytes" in text
     assert "--num-blocks" in text and max(made) < 100
 
 

@@ -57,7 +57,7 @@ def test_a_step_that_is_too_large_is_refused_before_anything_is_written(staging)
 
 def test_a_buffer_is_written_again_only_when_it_was_copied(staging):
     before = counts()
-    for seed in range(3):  # nobody waits between
+    for seed in range(3):  # without a wait between
         there = staging.stage(fields(seed))
     spent = counts().since(before)
     assert (spent.copies_in, spent.waits, spent.torn) == (3, 1, 0)
@@ -96,7 +96,7 @@ def test_tokens_of_two_steps_can_be_on_their_way():
 
 
 class Recorded:
-    """An event that keeps the streams it was recorded on."""
+    """An event that collects the streams it was recorded on."""
 
     def __init__(self, streams: list[object]) -> None:
         self._streams = streams

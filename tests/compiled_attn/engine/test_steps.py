@@ -23,12 +23,12 @@ requests = st.tuples(prompts, st.integers(1, 20), st.integers(0, 12), st.none() 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(requests, min_size=1, max_size=12))
-def test_requests_that_come_and_go_at_any_time_get_the_tokens_of_one_by_one(asked):
+def test_requests_that_come_and_go_at_any_time_get_the_tokens_of_one_by_one(submitted):
     """Each is a prompt, its new tokens, the step at which it comes, and how many it stays for."""
     executor = CountingAhead()
     engine, received, names = warm_engine(executor), {}, {}
     for step in range(600):
-        for name, (prompt, count, start, stays) in enumerate(asked):
+        for name, (prompt, count, start, stays) in enumerate(submitted):
             if step == start:
                 names[name] = engine.submit(prompt, SamplingParams(max_new_tokens=count))
             is_dropped = stays is not None and step == start + stays
@@ -41,9 +41,9 @@ def test_requests_that_come_and_go_at_any_time_get_the_tokens_of_one_by_one(aske
         if step > 24 and not engine.has_work:
             break
     assert not engine.has_work and engine.pool.stats().used == 0
-    for name, (prompt, count, _, stays) in enumerate(asked):
-        wanted, got = continuation(prompt, count), received.get(names[name], [])
-        assert got == (wanted if stays is None else wanted[: len(got)])
+    for name, (prompt, count, _, stays) in enumerate(submitted):
+        expected, got = continuation(prompt, count), received.get(names[name], [])
+        assert got == (expected if stays is None else expected[: len(got)])
     assert executor.most_unread <= 2
 
 

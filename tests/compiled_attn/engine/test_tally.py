@@ -17,7 +17,7 @@ def _tally() -> Tally:
 
 def _step(bucket: Bucket, seconds: float, tokens: int, **more) -> StepRecord:
     need = {"tokens": tokens, "requests": 2}
-    return StepRecord(need, bucket, seconds, wanted=more.pop("wanted", need), **more)
+    return StepRecord(need, bucket, seconds, uncut_need=more.pop("uncut_need", need), **more)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -39,7 +39,7 @@ def test_sums_are_those_of_all_steps_and_of_each_bucket():
     tally = _tally()
     tally.add(_step(SMALL, 0.002, 3, generated_tokens=2, ttft_s=(0.5, 0.25)))
     tally.add(_step(LARGE, 0.03, 12, requests=2, failed_requests=1, nonfinite_rows=1))
-    tally.add(_step(SMALL, 0.004, 4, generated_tokens=2, wanted={"tokens": 9, "requests": 2}))
+    tally.add(_step(SMALL, 0.004, 4, generated_tokens=2, uncut_need={"tokens": 9, "requests": 2}))
     names = ("steps", "requests", "failed_requests", "generated_tokens", "cut_steps")
     assert [tally.count(name) for name in names] == [3, 2, 1, 4, 1]
     assert tally["seconds"] == pytest.approx(0.036) and tally.count("nonfinite_rows") == 1

@@ -17,7 +17,7 @@ def grammar_of(*words: Word) -> Grammar:
 
 
 def next_of(words: list[Word], start: Word) -> set[int]:
-    """Tokens that may follow: the definition."""
+    """Reference: tokens that may follow."""
     count = len(start)
     return {word[count] for word in words if len(word) > count and word[:count] == start}
 

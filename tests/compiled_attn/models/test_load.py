@@ -58,7 +58,7 @@ def test_equal_seeds_build_equal_default_models_and_leave_the_random_state() -> 
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_the_default_model_is_ready_to_serve_in_the_asked_dtype() -> None:
+def test_the_default_model_is_ready_to_serve_in_the_given_dtype() -> None:
     model = default_model(dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not model.training and not any(p.requires_grad for p in model.parameters())
@@ -172,7 +172,7 @@ def hub(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if file.is_file():
             (snapshot / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(socket.socket, "connect", None)  # nothing is asked of the network
+    monkeypatch.setattr(socket.socket, "connect", None)  # no network access
     monkeypatch.chdir(tmp_path)
     return snapshot
 

@@ -15,7 +15,6 @@ from compiled_attn.errors import ModelChanged
 from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.models.hf.snapshot import Snapshot
 from compiled_attn.models.packed import PackedLinear, halved_weights, pack_linears
-from compiled_attn.models.packed_weight import PackedWeight
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.tiny import tiny_model
 
@@ -24,18 +23,17 @@ def halves(weight: torch.Tensor) -> packed_linear.Packing | None:
     return "halves" if packed_linear.has_halves(weight) else None
 
 
-def int8(weight: torch.Tensor) -> packed_linear.Packing | None:
-    return packed_linear.as_int8(weight)
+KINDS = {"halves": halves, "int8": packed_linear.as_int8}
 
 
-@pytest.fixture(params=["halves", "int8"])
+@pytest.fixture(params=KINDS)
 def model(request) -> nn.Sequential:
     """Two layers whose parameters the user has held since before they were packed."""
     load()
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48, bias=False)).bfloat16().eval()
     model = model.float() if request.param == "halves" else model
     held = [each.weight for each in model]
-    pack_linears(model, contextlib.ExitStack(), halves if request.param == "halves" else int8)
+    pack_linears(model, contextlib.ExitStack(), KINDS[request.param])
     assert all(isinstance(each, PackedLinear) for each in model)
     assert all(each.weight is weight for each, weight in zip(model, held, strict=True))
     return model
@@ -84,12 +82,12 @@ WRITES = {
 @pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded")
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_write_to_a_packed_weight_is_refused_or_seen_at_the_next_step(model, write):
-    snapshot = Snapshot(model, [*model], [])
+    snapshot = Snapshot(model, [*model])
     assert snapshot.difference() is None
     try:
         with torch.no_grad():
             write(model[0].weight)
-    except (ModelChanged, RuntimeError):
+    except RuntimeError:
         assert snapshot.difference() is None  # nothing was written
     else:
         assert "a packed weight was written to" in snapshot.difference()
@@ -101,7 +99,7 @@ def test_a_write_through_a_view_of_numpy_is_seen(change):
     load()
     model = nn.Sequential(nn.Linear(64, 32)).bfloat16().float().eval()
     pack_linears(model, contextlib.ExitStack(), halves)
-    snapshot = Snapshot(model, [*model], [])
+    snapshot = Snapshot(model, [*model])
     view = model[0].weight.detach().numpy()
     if change in ("assign", "nan"):
         view[2, 3] = 1.5 if change == "assign" else float("nan")
@@ -116,13 +114,13 @@ def test_reading_a_packed_weight_gives_its_shape_its_dtype_and_nan(model):
     weight = model[0].weight
     assert weight.shape == (32, 64) and weight.dtype in (torch.float32, torch.bfloat16)
     assert weight.isnan().all() and weight.untyped_storage().nbytes() == weight.itemsize
-    snapshot = Snapshot(model, [*model], [])
+    snapshot = Snapshot(model, [*model])
     assert (weight.float() @ torch.ones(64)).isnan().all() and weight.sum().isnan()
     assert snapshot.difference() is None
 
 
 def test_load_state_dict_writes_new_values(model):
-    snapshot, x = Snapshot(model, [*model], []), torch.randn(3, 64).to(model[0].weight.dtype)
+    snapshot, x = Snapshot(model, [*model]), torch.randn(3, 64).to(model[0].weight.dtype)
     with torch.no_grad():
         before = model(x)
         state = {name: value * 2 for name, value in model.state_dict().items()}
@@ -135,13 +133,10 @@ def test_load_state_dict_writes_new_values(model):
     assert "cast or moved" not in str(snapshot.difference())
 
 
-def test_packed_weights_want_no_gradients(model):
-    model.requires_grad_(False)
+def test_packed_weights_have_no_gradients(model):
+    model[0].weight.requires_grad_(True)
     with pytest.raises(ModelChanged, match="got requires_grad"):
-        model[0].weight.requires_grad_(True)
-    with pytest.raises(ModelChanged, match="got requires_grad"):
-        model.requires_grad_(True)
-    assert not model[0].weight.requires_grad
+        model(torch.randn(3, 64).to(model[0].weight.dtype))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -149,16 +144,15 @@ def test_a_copy_of_a_packed_model_is_watched_apart_from_it(model, copied):
     other, x = copied(model), torch.randn(3, 64).to(model[0].weight.dtype)
     with torch.no_grad():
         assert torch.equal(other(x), model(x))
-    assert isinstance(other[0].weight, PackedWeight)
     assert other[0].weight.data_ptr() == other[1].weight.data_ptr()
-    mine, own = (Snapshot(each, [*each], []) for each in (model, other))
+    mine, own = (Snapshot(each, [*each]) for each in (model, other))
     other[0].weight.data.zero_()
     assert mine.difference() is None
     assert "a packed weight was written to" in own.difference()
 
 
 def test_a_cast_of_a_packed_model_is_seen(model):
-    snapshot = Snapshot(model, [*model], [])
+    snapshot = Snapshot(model, [*model])
     model.to(torch.float64)
     assert model[0].weight.dtype is torch.float64
     assert model[0].weight.untyped_storage().nbytes() == 8
@@ -166,7 +160,7 @@ def test_a_cast_of_a_packed_model_is_seen(model):
 
 
 def test_what_changes_nothing_is_no_write(model):
-    snapshot, weight = Snapshot(model, [*model], []), model[0].weight
+    snapshot, weight = Snapshot(model, [*model]), model[0].weight
     weight.data = weight.data
     weight.data = weight
     model.to(weight.dtype)
@@ -208,23 +202,19 @@ def test_an_engine_refuses_to_serve_after_a_write_that_would_be_lost(
     engine.warmup()
     sampling = SamplingParams(max_new_tokens=4)
     tokens = [each.tokens for each in engine.generate([[1, 2, 3]], sampling)]
-    for write in (lambda: held.mul_(2), lambda: setattr(held, "data", torch.ones(2))):
-        with pytest.raises(RuntimeError):
-            write()
+    with pytest.raises(RuntimeError):
+        held.mul_(2)
     assert [each.tokens for each in engine.generate([[1, 2, 3]], sampling)] == tokens
     held.data.zero_()
     with pytest.raises(ModelChanged, match="a packed weight was written to"):
         list(engine.generate([[1, 2, 3]], sampling))
 
 
-def test_undone_packing_leaves_plain_parameters():
+def test_parameters_may_be_written_again_after_packing_was_undone():
     model = tiny_model().bfloat16().float()
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
     with contextlib.ExitStack() as undo:
         pack_linears(model, undo, halves)
         assert halved_weights(model)
-    assert all(type(each) is nn.Parameter for each in model.parameters())
-    assert all(torch.equal(each, plain[name]) for name, each in model.state_dict().items())
     paged = PagedCausalLM(model, cache_for(model, 8, 4))
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)

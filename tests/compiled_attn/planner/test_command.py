@@ -73,7 +73,7 @@ def test_a_measurement_that_no_clock_can_have_made_is_refused(content, tmp_path,
     [
         (["rows.txt", "--out", "."], "it is a directory, name a file"),
         (["none.jsonl"], "none.jsonl: not readable as a demand"),
-        (["rows.txt"], "rows.txt:1: expected the names of the axes"),
+        (["rows.txt"], "rows.txt:1: not valid JSON: "),
         (["rows.txt", "--max-seconds", "3"], "--max-seconds needs --measured"),
         (["rows.txt", "--measured", "none.json"], "none.json: not readable as a warmup"),
         (["rows.txt", "--measured", "rows.txt"], "expected a file that `warmup --json`"),

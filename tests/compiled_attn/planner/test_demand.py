@@ -1,4 +1,4 @@
-"""Demands: what they hold, how they are cut and mixed, what they refuse."""
+"""Demands: contents, halves, projections, and what they refuse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_attn.planner import Demand
 STEPS = Demand(("tokens", "blocks"), [(1, 4), (37, 80), (1, 4), (8, 0)], [1, 2, 3, 4])
 
 
-def test_a_demand_tells_its_size_weight_and_largest_needs():
+def test_a_demand_has_a_size_a_weight_and_largest_needs():
     demand = Demand(("tokens", "blocks"), [(3, 1), (2, 9)])
     assert demand.total == 2 and len(demand) == 2
     assert demand.largest == {"tokens": 3, "blocks": 9}
@@ -20,7 +20,7 @@ def test_a_histogram_has_each_need_once_with_its_weight():
     assert STEPS.histogram() == Demand(("tokens", "blocks"), [(1, 4), (8, 0), (37, 80)], [4, 4, 2])
 
 
-def test_halves_are_equal_in_weight_and_keep_the_order():
+def test_halves_are_equal_in_weight_and_in_order():
     first, second = STEPS.halves()
     assert first.points.tolist() == [[1, 4], [37, 80]] and second.total == 7
     first, second = Demand(("n",), [[1], [2], [3], [4]]).halves()
@@ -30,7 +30,7 @@ def test_halves_are_equal_in_weight_and_keep_the_order():
     assert (len(first), len(second)) == (1, 1)
 
 
-def test_a_projection_keeps_needs_and_weights():
+def test_a_projection_has_the_same_needs_and_weights():
     blocks = STEPS.project(["blocks"])
     assert blocks.points.tolist() == [[4], [80], [4], [0]] and blocks.total == 10
     assert STEPS.project(["blocks", "tokens"]).project(["tokens", "blocks"]) == STEPS

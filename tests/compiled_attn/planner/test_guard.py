@@ -46,7 +46,7 @@ def test_no_legal_need_pays_more_than_the_report_says(needs, which, rho, graphs)
 
 
 @pytest.mark.parametrize("which", sorted(LEGAL))
-def test_with_enough_graphs_the_promise_is_kept(which):
+def test_with_enough_graphs_the_guard_reaches_rho(which):
     axes = [Axis("a", 1, 60), Axis("b", 0, 90)]
     demand = Demand(("a", "b"), [(40, 40), (60, 90)])
     report = plan(demand, cost, 64, axes=axes, legal=LEGAL[which], rho=3.0)
@@ -68,7 +68,7 @@ def test_three_axes_hold_it_too():
     assert found <= report.guard * (1 + 1e-9) <= 3.0 * (1 + 2e-9)
 
 
-def test_where_the_graphs_do_not_suffice_the_report_says_what_is_kept():
+def test_with_too_few_graphs_the_report_says_what_the_guard_reaches():
     axes = [Axis("a", 1, 60), Axis("b", 1, 60)]
     report = plan(Demand(("a", "b"), [(60, 60)]), cost, 6, axes=axes, rho=2.0)
     assert report.guard > 2.0 >= report.rho
@@ -83,7 +83,7 @@ def test_without_a_guard_all_graphs_go_to_the_demand():
     assert len(report.space) == 1
 
 
-def test_a_legality_that_takes_no_arrays_is_asked_need_by_need():
+def test_a_legality_that_takes_no_arrays_is_called_per_need():
     axes = [Axis("a", 1, 20), Axis("b", 1, 20)]
     demand = Demand(("a", "b"), [(5, 6)])
     slow = plan(demand, cost, 24, axes=axes, legal=lambda n: max(n["a"], n["b"]) == n["b"])

@@ -67,7 +67,7 @@ def test_enough_graphs_for_all_sizes_waste_nothing():
     assert report.waste == 0
 
 
-def test_a_guard_keeps_its_promise_beside_the_demand():
+def test_a_guard_holds_next_to_the_demand():
     demand = Demand(("n",), [[100]] * 50 + [[90]] * 50)
     report = plan(demand, budget=12, axes=[Axis("n", 1, 100)], rho=4.0)
     assert report.guard <= report.rho

@@ -55,14 +55,14 @@ def farthest(ranks: Ranks, seed: int) -> float:
         sinks=sinks,
         return_lse=True,
     )
-    wanted = [
+    expected = [
         _dense(rows, *each, softcap, sinks)
         for rows, each in zip(query.split([new for _, new in step]), keys, strict=True)
     ]
     found = out[: len(query)], lse[: len(query)]
     return max(
         float((a.double() - torch.cat(b)).abs().max())
-        for a, b in zip(found, zip(*wanted, strict=True), strict=True)
+        for a, b in zip(found, zip(*expected, strict=True), strict=True)
     )
 
 

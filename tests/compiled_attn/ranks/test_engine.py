@@ -72,13 +72,13 @@ def test_ranks_that_divide_contexts_give_the_tokens_of_one_process(ranks):
     names = ["llama", "qwen3", "mixtral", "deepseek_v3"]  # the last keeps latents
     output = launch("contexts", "eager", *names, ranks=ranks)
     assert [name for name, *_ in output] == names
-    assert all(rest[:2] == [True, "native"] for _, *rest in output)
+    assert all([rest[0], rest[2]] == [True, "native"] for _, *rest in output)
 
 
 @pytest.mark.dist
 def test_graphs_of_divided_contexts_contain_the_exchange_and_nothing_compiles_later():
     ((_, *rest),) = launch("contexts", "inductor", "llama")
-    assert rest == [True, "native", 2]
+    assert [rest[0], rest[2], rest[-1]] == [True, "native", 2]
 
 
 @pytest.mark.dist
@@ -87,11 +87,6 @@ def test_a_prompt_that_does_not_fit_the_cache_of_one_rank_is_served(ranks):
     ((same, apart, refusal),) = launch("long", ranks=ranks)
     assert same and apart < 1e-4  # of log-probabilities in float32
     assert "expected a pool that holds one request of 41 tokens" in refusal
-
-
-@pytest.mark.dist
-def test_a_block_that_is_not_finite_on_its_rank_is_so_on_all():
-    assert launch("broken") == [[5, 3]]
 
 
 @pytest.mark.dist

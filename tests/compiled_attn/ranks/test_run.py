@@ -64,5 +64,7 @@ def test_ranks_of_other_settings_say_the_difference(tmp_path):
     run = started(tmp_path, "--no-python", "bash", "-c", shell)
     assert run.wait(timeout=800)
     for rank in (0, 1):
-        wanted = "expected the same setting max_seqs on all ranks, got 5 on rank 1 and 4 on rank 0"
-        assert wanted in output(tmp_path, rank)
+        expected = (
+            "expected the same setting max_seqs on all ranks, got 5 on rank 1 and 4 on rank 0"
+        )
+        assert expected in output(tmp_path, rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import os
 import random
 import signal
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -41,37 +39,32 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 
 def families(ranks: Ranks, backend: str, *names: str) -> None:
-    for name in names:
-        engine = engine_on(ranks, tiny_model(name), replace(CONFIG, backend=backend))
-        engine.warmup()
-        if not ranks.leads:
-            engine.follow()
-            check_armed(engine)
-            continue
-        tokens = tokens_of(engine)
-        engine.dismiss()
-        check_armed(engine)
-        wanted = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
-        report, heads = engine.report(), engine.executor.cache.shapes[0].num_kv_heads
-        emit(name, tokens == wanted, heads, report.kernel, report.ranks, report.compiled_graphs)
+    _served(ranks, replace(CONFIG, backend=backend), RankExecutor, names)
 
 
 def contexts(ranks: Ranks, backend: str, *names: str) -> None:
     """As `families`, but each rank has all weights and some blocks of each request."""
+    _served(ranks, replace(CONFIG, backend=backend, num_blocks=12), ContextExecutor, names)
+
+
+def _served(
+    ranks: Ranks, config: EngineConfig, executor: type[RankExecutor], names: tuple[str, ...]
+) -> None:
     for name in names:
         model_of = tiny_model if name in FAMILIES else small_model
-        config = replace(CONFIG, backend=backend, num_blocks=12)
-        engine = engine_on(ranks, model_of(name), config, executor=ContextExecutor)
+        engine = engine_on(ranks, model_of(name), config, executor=executor)
         engine.warmup()
-        if not ranks.leads:
+        if ranks.leads:
+            tokens = tokens_of(engine)
+            engine.dismiss()
+        else:
             engine.follow()
-            check_armed(engine)
-            continue
-        tokens = tokens_of(engine)
-        engine.dismiss()
         check_armed(engine)
-        wanted = [plain_generate(model_of(name), prompt, 8) for prompt in PROMPTS]
-        emit(name, tokens == wanted, engine.report().kernel, engine.report().compiled_graphs)
+        if ranks.leads:
+            expected = [plain_generate(model_of(name), prompt, 8) for prompt in PROMPTS]
+            report, heads = engine.report(), engine.executor.cache.shapes[0].num_kv_heads
+            figures = heads, report.kernel, report.ranks, report.compiled_graphs
+            emit(name, tokens == expected, *figures)
 
 
 def long(ranks: Ranks) -> None:
@@ -95,17 +88,6 @@ def long(ranks: Ranks) -> None:
         Engine(tiny_model(), config).submit(prompt, sampling)
     except ConfigError as error:
         emit(ours.tokens == one.tokens, apart, str(error))
-
-
-def broken(ranks: Ranks) -> None:
-    """All ranks report the first block that is not finite on any of them."""
-    engine = engine_on(ranks, tiny_model(), CONFIG, executor=ContextExecutor)
-    blocks = np.array([1, 2, 5, 4, 3])
-    found = [engine.executor.finite_blocks(blocks)]
-    if not ranks.leads:  # whose second block is the fourth of all
-        engine.executor.cache.key(1)[2 * CONFIG.block_size] = math.nan
-    found.append(engine.executor.finite_blocks(blocks))
-    emit(*found)
 
 
 def layers(ranks: Ranks) -> None:
@@ -261,7 +243,7 @@ def emit(*values: object) -> None:
 CASES: dict[str, Callable[..., None]] = {
     case.__name__: case
     for case in (
-        *(families, contexts, layers, long, broken, stored, windows),
+        *(families, contexts, layers, long, stored, windows),
         *(chance, dies, differs, disagrees),
     )
 }

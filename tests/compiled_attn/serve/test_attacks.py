@@ -1,4 +1,4 @@
-"""Hostile clients: they get an error, and nobody else waits for them."""
+"""Hostile clients: they get an error, and no other client waits for them."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_template_arguments_that_are_no_object_are_refused(server, kwargs):
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_no_template_argument_is_an_error_of_the_server(server, kwargs, path):
-    asked = {"messages": SAID} if "chat" in path else {"input": "hello"}
+    prompt = {"messages": SAID} if "chat" in path else {"input": "hello"}
     most = "max_tokens" if "chat" in path else "max_output_tokens"
-    body = {"model": NAME, **asked, most: 2, "chat_template_kwargs": kwargs}
+    body = {"model": NAME, **prompt, most: 2, "chat_template_kwargs": kwargs}
     status, got = posted(server, json.dumps(body), path)
     assert status in (200, 400), got
 

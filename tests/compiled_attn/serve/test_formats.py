@@ -1,4 +1,4 @@
-"""Answers of a format that the request asks for, as the official client sends and reads them."""
+"""Structured output over HTTP, as the official client sends and reads it."""
 
 from __future__ import annotations
 
@@ -53,14 +53,6 @@ def test_a_chat_answers_in_json_of_the_schema_whole_and_as_a_stream(server, alon
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_text_is_gone_on_with_in_json(server, alone):
-    bias = unlikely(alone)
-    settings = {"model": NAME, "prompt": "over the sea", "max_tokens": 60, "logit_bias": bias}
-    given = server.client.completions.create(**settings, extra_body={"response_format": FORMAT})
-    assert given.choices[0].text == alone_text(alone, "over the sea", logit_bias=bias)
-    assert fits(given.choices[0].text)
-
-
 def test_a_response_has_its_format_in_its_text(server, alone):
     text = {"format": {"type": "json_schema", "name": "found", "schema": SCHEMA}}
     settings = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 60, "text": text}
@@ -73,10 +65,10 @@ def test_a_response_has_its_format_in_its_text(server, alone):
 
 def test_any_object_and_any_text_can_be_asked_for(server, alone):
     settings = {"model": NAME, "messages": CHAT, "max_tokens": 4}
-    asked = server.client.chat.completions.create
-    given = asked(**settings, response_format={"type": "json_object"}).choices[0].message.content
+    create = server.client.chat.completions.create
+    given = create(**settings, response_format={"type": "json_object"}).choices[0].message.content
     assert given.startswith("{")
-    plain = asked(**settings, response_format={"type": "text"}).choices[0].message.content
+    plain = create(**settings, response_format={"type": "text"}).choices[0].message.content
     assert plain == alone.generate([CHAT], SamplingParams(max_new_tokens=4))[0].text
 
 

@@ -28,7 +28,7 @@ class Slow:
         self.allowed.setdefault(name, threading.Event()).set()
 
 
-def asked(queue: GrammarQueue, name: str, client: str = "a") -> asyncio.Task[str]:
+def queued(queue: GrammarQueue, name: str, client: str = "a") -> asyncio.Task[str]:
     return asyncio.ensure_future(queue.compiled(Grammar.regex(name), client))
 
 
@@ -42,7 +42,7 @@ def test_a_client_that_goes_leaves_the_queue_and_the_next_begins():
     async def main():
         slow = Slow()
         queue = GrammarQueue(slow)
-        tasks = [asked(queue, name) for name in "xyz"]
+        tasks = [queued(queue, name) for name in "xyz"]
         await until(lambda: slow.begun == ["x"])
         tasks[1].cancel()  # it waits
         tasks[0].cancel()  # it runs, and cannot be interrupted
@@ -61,7 +61,7 @@ def test_two_clients_of_one_grammar_share_its_compilation():
     async def main():
         slow = Slow()
         queue = GrammarQueue(slow)
-        first, second = asked(queue, "x"), asked(queue, "x", "b")
+        first, second = queued(queue, "x"), queued(queue, "x", "b")
         await until(lambda: slow.begun == ["x"])
         first.cancel()
         slow.allow("x")
@@ -75,11 +75,11 @@ def test_a_client_has_a_limit_that_others_do_not_feel():
     async def main():
         slow = Slow()
         queue = GrammarQueue(slow)
-        tasks = [asked(queue, name) for name in "abcd"]
+        tasks = [queued(queue, name) for name in "abcd"]
         await until(lambda: slow.begun == ["a"])
         with pytest.raises(QueueFull, match="at most 4 grammars of a client"):
             await queue.compiled(Grammar.regex("e"), "a")
-        other = asked(queue, "e", "b")
+        other = queued(queue, "e", "b")
         for name in "abcde":
             slow.allow(name)
         assert await asyncio.gather(*tasks, other) == [*"ABCDE"]
@@ -95,7 +95,7 @@ def test_an_error_reaches_those_who_wait_and_the_next_goes_on():
             return 1
 
         queue = GrammarQueue(refuse)
-        bad, good = asked(queue, "x"), asked(queue, "y")
+        bad, good = queued(queue, "x"), queued(queue, "y")
         with pytest.raises(ValueError, match="no"):
             await bad
         assert await good == 1

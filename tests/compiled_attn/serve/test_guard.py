@@ -56,9 +56,9 @@ def test_the_key_opens_everything(guarded):
 
 
 def test_pages_of_an_allowed_origin_may_ask(guarded):
-    asks = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    headers = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
     request = urllib.request.Request(
-        f"{guarded.url}/v1/chat/completions", headers=asks, method="OPTIONS"
+        f"{guarded.url}/v1/chat/completions", headers=headers, method="OPTIONS"
     )
     with urllib.request.urlopen(request) as answer:
         assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN

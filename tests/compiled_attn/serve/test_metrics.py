@@ -1,4 +1,4 @@
-"""The figures of a server in the format of Prometheus."""
+"""The metrics of a server in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.compiled_attn.serve.conftest import NAME, Running
 
 
-def figures(server: Running) -> dict[str, float]:
+def metrics(server: Running) -> dict[str, float]:
     """Sums over the labels."""
     found: dict[str, float] = {}
     _, text = server.get("/metrics")
@@ -18,10 +18,10 @@ def figures(server: Running) -> dict[str, float]:
 
 
 def test_what_is_served_is_counted(server):
-    before = figures(server)
-    own = {"X-Cache-Salt": "figures"}  # no other test has computed its prompt
+    before = metrics(server)
+    own = {"X-Cache-Salt": "metrics"}  # no other test has computed its prompt
     server.client.completions.create(model=NAME, prompt="the moon", max_tokens=5, extra_headers=own)
-    after = figures(server)
+    after = metrics(server)
 
     def more(name: str) -> float:
         return after[f"compiled_attn_{name}"] - before[f"compiled_attn_{name}"]
@@ -38,10 +38,10 @@ def test_what_is_served_is_counted(server):
 
 def test_the_gaps_of_a_stream_are_a_histogram_of_vllm(server):
     name = "vllm:inter_token_latency_seconds"
-    before = figures(server)
+    before = metrics(server)
     settings = {"model": NAME, "prompt": "the moon", "max_tokens": 5, "stream": True}
     assert [*server.client.completions.create(**settings)]
-    after = figures(server)
+    after = metrics(server)
     assert after[f"{name}_count"] - before[f"{name}_count"] == 4
     assert after[f"{name}_sum"] > before[f"{name}_sum"]
     bucket = f'{name}_bucket{{le="+Inf",model_name="{NAME}"}} {after[f"{name}_count"]}'

@@ -30,19 +30,40 @@ def tokens_of(llm, text):
     return llm.tokenizer.of_transformers(text, add_special_tokens=False)["input_ids"]
 
 
+def pieces_of(llm, template, text):
+    parser = parser_of(llm, template)
+    pieces = parser.start()
+    for token in tokens_of(llm, text):
+        pieces += parser.put(token)
+    return [*pieces, *parser.finish()]
+
+
 @TEXTS
 def test_an_answer_is_parsed_whole_and_token_by_token(alone, template, text):
-    tokens = tokens_of(alone, text)
-    whole = parser_of(alone, template).parse(tokens)
+    whole = parser_of(alone, template).parse(tokens_of(alone, text))
     assert (whole.text, whole.reasoning, whole.tool_calls) == ("On it.", "hm", [CALL])
-    parser = parser_of(alone, template)
-    pieces = [*parser.start()]
-    for token in tokens:
-        pieces += parser.put(token)
-    pieces += parser.finish()
+    pieces = pieces_of(alone, template, text)
     assert "".join(each for each in pieces if isinstance(each, Reasoning)) == "hm"
     assert "".join(each for each in pieces if type(each) is str) == "On it."
     assert [each for each in pieces if isinstance(each, ToolCall)] == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        (f"{QWEN}Done.", "On it.Done.", [CALL]),
+        ('On it.<tool_call>{"name": </tool_call>Sorry.', 'On it.{"name": Sorry.', []),
+        ('On it.<tool_call>{"moon": 1}</tool_call>Sorry.', 'On it.{"moon": 1}Sorry.', []),
+        ('On it.<tool_call>{"name": "look", ', 'On it.{"name": "look",', []),
+    ],
+    ids=["between text", "malformed", "nameless", "cut"],
+)
+def test_a_call_that_cannot_be_parsed_is_text(alone, text, shown, calls):
+    whole = parser_of(alone, _QWEN | ANCHOR).parse(tokens_of(alone, text))
+    assert (whole.text, whole.tool_calls) == (shown, calls)
+    pieces = pieces_of(alone, _QWEN | ANCHOR, text)
+    assert "".join(each for each in pieces if type(each) is str).strip() == shown
+    assert [each for each in pieces if isinstance(each, ToolCall)] == calls
 
 
 @pytest.fixture

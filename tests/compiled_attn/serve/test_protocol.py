@@ -15,7 +15,7 @@ from tests.compiled_attn.serve.conftest import CONFIG, NAME, Running
 CHAT = [{"role": "user", "content": "What is on the moon?"}]
 
 
-def asked(server: Running, **more):
+def create_chat(server: Running, **more):
     settings = {"model": NAME, "messages": CHAT, "max_tokens": 12, **more}
     return server.client.chat.completions.create(**settings)
 
@@ -26,7 +26,7 @@ def answered(alone: LLM, prompt, **more) -> str:
 
 
 def test_a_chat_is_answered_as_the_model_alone_does(server, alone):
-    answer = asked(server)
+    answer = create_chat(server)
     assert answer.choices[0].message.content == answered(alone, CHAT)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 12
@@ -35,7 +35,7 @@ def test_a_chat_is_answered_as_the_model_alone_does(server, alone):
 
 def test_the_pieces_of_a_stream_are_the_same_answer(server, alone):
     options = {"include_usage": True}
-    *chunks, last = asked(server, stream=True, max_tokens=40, stream_options=options)
+    *chunks, last = create_chat(server, stream=True, max_tokens=40, stream_options=options)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == answered(alone, CHAT, max_new_tokens=40)
     assert chunks[-1].choices[0].finish_reason == "length"
@@ -52,23 +52,15 @@ def test_a_text_is_gone_on_with(server, alone, stream):
     assert text == answered(alone, "the moon", max_new_tokens=16)
 
 
-def test_a_response_is_the_same_answer_in_both_ways(server, alone):
-    settings = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 12}
-    whole = server.client.responses.create(**settings)
-    assert whole.output_text == answered(alone, CHAT)
-    events = [*server.client.responses.create(**settings, stream=True)]
-    deltas = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-    assert deltas == whole.output_text
-
-
 def test_a_response_that_reached_its_limit_is_incomplete(server, alone):
     text = answered(alone, CHAT, max_new_tokens=12)
-    asks = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 12}
-    whole = server.client.responses.create(**asks)
+    settings = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 12}
+    whole = server.client.responses.create(**settings)
     assert whole.output_text == text
     assert (whole.status, whole.output[0].status) == ("incomplete", "incomplete")
     assert whole.incomplete_details.reason == "max_output_tokens"
-    last = [*server.client.responses.create(**asks, stream=True)][-1]
+    *events, last = server.client.responses.create(**settings, stream=True)
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == text
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"
     assert last.response.output_text == text
@@ -90,7 +82,7 @@ def test_a_response_that_stopped_is_complete(server):
 def test_usage_counts_the_tokens_that_were_cached(server, kind, stream):
     said = f"{kind} {stream}, and then enough for some blocks of eight tokens"
     chat = [{"role": "user", "content": said}]
-    asks = {
+    create = {
         "chat": lambda **more: server.client.chat.completions.create(messages=chat, **more),
         "text": lambda **more: server.client.completions.create(prompt=said, **more),
         "response": lambda **more: server.client.responses.create(input=said, **more),
@@ -102,7 +94,7 @@ def test_usage_counts_the_tokens_that_were_cached(server, kind, stream):
             more["stream_options"] = {"include_usage": True}
 
     def cached() -> tuple[int, int]:
-        given = asks[kind](model=NAME, **more)
+        given = create[kind](model=NAME, **more)
         last = [*given][-1] if stream else given
         if kind == "response":
             usage = (last.response if stream else last).usage
@@ -116,33 +108,36 @@ def test_usage_counts_the_tokens_that_were_cached(server, kind, stream):
 
 def test_the_model_is_found_by_its_name(server):
     assert server.client.models.retrieve(NAME).id == NAME
+    assert [each.id for each in server.client.models.list()] == [NAME]
     with pytest.raises(openai.NotFoundError, match="expected the model 'tiny', got 'other/one'"):
         server.client.models.retrieve("other/one")
 
 
 def test_every_request_has_a_sampling_of_its_own(server, alone):
-    drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 7}
-    assert asked(server, **drawn).choices[0].message.content == answered(alone, CHAT, **drawn)
+    sampled = {"temperature": 1.5, "top_p": 0.9, "seed": 7}
+    assert create_chat(server, **sampled).choices[0].message.content == answered(
+        alone, CHAT, **sampled
+    )
     few = {"temperature": 1.0, "top_k": 3, "seed": 1}
     more = {"temperature": 1.0, "seed": 1, "extra_body": {"top_k": 3}}
-    assert asked(server, **more).choices[0].message.content == answered(alone, CHAT, **few)
+    assert create_chat(server, **more).choices[0].message.content == answered(alone, CHAT, **few)
 
 
 def test_a_stop_string_ends_the_answer_before_it(server, alone):
     text = answered(alone, CHAT, max_new_tokens=40)
     stop = text[10:12]
     want = answered(alone, CHAT, max_new_tokens=40, stop=(stop,))
-    whole = asked(server, max_tokens=40, stop=stop)
+    whole = create_chat(server, max_tokens=40, stop=stop)
     assert whole.choices[0].message.content == want == text[: text.index(stop)]
     assert whole.choices[0].finish_reason == "stop"
-    chunks = asked(server, max_tokens=40, stop=[stop], stream=True)
+    chunks = create_chat(server, max_tokens=40, stop=[stop], stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want
 
 
 def test_fifty_streams_at_once_get_their_own_answers(server, alone):
     def stream(number: int) -> str:
         messages = [{"role": "user", "content": f"number {number}"}]
-        chunks = asked(server, messages=messages, max_tokens=8, stream=True)
+        chunks = create_chat(server, messages=messages, max_tokens=8, stream=True)
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
     with ThreadPoolExecutor(50) as pool:
@@ -152,8 +147,9 @@ def test_fifty_streams_at_once_get_their_own_answers(server, alone):
     assert got == [each.text for each in want]
 
 
-def test_a_client_that_goes_away_leaves_no_request_and_no_block(server):
-    chunks = asked(server, stream=True, max_tokens=200)
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_client_that_goes_away_leaves_no_request_and_no_block(server, n):
+    chunks = create_chat(server, stream=True, max_tokens=200, n=n)
     next(iter(chunks))
     chunks.close()
     until = time.monotonic() + 30
@@ -164,13 +160,13 @@ def test_a_client_that_goes_away_leaves_no_request_and_no_block(server):
 
 def test_a_second_turn_finds_the_first_ones_blocks_but_no_other_tenants(server):
     first = [{"role": "user", "content": "Once upon a time there was a moon over the sea."}]
-    turn = asked(server, messages=first).choices[0].message.content
+    turn = create_chat(server, messages=first).choices[0].message.content
     second = [*first, {"role": "assistant", "content": turn}, {"role": "user", "content": "On!"}]
     before = _hits(server)
-    asked(server, messages=second)
+    create_chat(server, messages=second)
     assert _hits(server) > before
     before = _hits(server)
-    asked(server, messages=second, extra_headers={"X-Cache-Salt": "another tenant"})
+    create_chat(server, messages=second, extra_headers={"X-Cache-Salt": "another tenant"})
     assert _hits(server) == before
 
 
@@ -178,7 +174,7 @@ def test_what_is_null_is_left_out(server, alone):
     said = {"role": "assistant", "content": "x", "tool_calls": None, "name": None}
     messages = [*CHAT, said, *CHAT]
     nulls = {"stop": None, "seed": None, "tools": None, "chat_template_kwargs": None}
-    answer = asked(server, messages=messages, extra_body=nulls).choices[0].message.content
+    answer = create_chat(server, messages=messages, extra_body=nulls).choices[0].message.content
     assert answer == answered(alone, [*CHAT, {"role": "assistant", "content": "x"}, *CHAT])
     stream = server.client.responses.create(
         model=NAME, input="hi", stream=True, max_output_tokens=4, parallel_tool_calls=None
@@ -200,8 +196,8 @@ def test_an_end_with_the_last_token_is_a_stop(server, alone):
     first = alone.generate([CHAT], SamplingParams(max_new_tokens=6, stop=(text[-1],)))[0]
     count = len(first.result.tokens)
     settings = {"max_tokens": count, "stop": text[-1]}
-    assert asked(server, **settings).choices[0].finish_reason == "stop"
-    assert [*asked(server, **settings, stream=True)][-1].choices[0].finish_reason == "stop"
+    assert create_chat(server, **settings).choices[0].finish_reason == "stop"
+    assert [*create_chat(server, **settings, stream=True)][-1].choices[0].finish_reason == "stop"
 
 
 def test_least_tokens_need_no_limit(server):
@@ -235,15 +231,11 @@ def test_a_parser_gets_all_of_a_stream(server, monkeypatch, tokens):
     monkeypatch.setattr(
         server.model.llm.tokenizer.of_transformers, "response_template", PARSED, raising=False
     )
-    whole = asked(server, max_tokens=tokens).choices[0].message.content
-    chunks = asked(server, max_tokens=tokens, stream=True)
+    whole = create_chat(server, max_tokens=tokens).choices[0].message.content
+    chunks = create_chat(server, max_tokens=tokens, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
     with pytest.raises(openai.BadRequestError, match="stop is not served in chats"):
-        asked(server, stop="x")
-
-
-def test_the_model_is_listed(server):
-    assert [each.id for each in server.client.models.list()] == [NAME]
+        create_chat(server, stop="x")
 
 
 def _figure(server: Running, name: str) -> float:

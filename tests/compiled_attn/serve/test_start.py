@@ -33,8 +33,8 @@ def test_health_counts_the_graphs_until_the_warmup_is_done(chat_dir):
         with pytest.raises(openai.InternalServerError, match="warming up, 1 of") as raised:
             server.client.completions.create(model=NAME, prompt="x", max_tokens=2)
         assert raised.value.status_code == 503
-        figures = server.get("/metrics")[1].splitlines()
-        assert 'compiled_attn_ready{model_name="tiny"} 0.0' in figures
+        metrics = server.get("/metrics")[1].splitlines()
+        assert 'compiled_attn_ready{model_name="tiny"} 0.0' in metrics
         go_on.set()
         server.wait()
         assert server.get("/health") == (200, '{"status":"ready"}')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import expecttest
 import pytest
 import torch
 
@@ -13,25 +12,12 @@ from compiled_attn.compat import paged
 from compiled_attn.step import AttentionMetadata, BatchBuilder, Request, RequestTable
 
 
-def _summary(metadata: AttentionMetadata, *fields: str) -> str:
-    values = dataclasses.asdict(metadata)
-    lines = []
-    for field in fields:
-        value = values[field]
-        lines.append(f"{field}: {value.tolist() if isinstance(value, torch.Tensor) else value}")
-    return "\n".join(lines) + "\n"
-
-
 def _metadata(requests: list[Request], block_size: int = 16, **options) -> AttentionMetadata:
     plan = BatchBuilder(200_000, block_size).plan(requests)
     return plan.attention_metadata(block_size, **options)
 
 
-def _prompts_195() -> list[list[int]]:
-    return [list(range(first, first - 13, -1)) for first in (999, 986, 973, 960, 947)]
-
-
-COUNTS = (
+NAMES = [
     "num_prefills",
     "num_prefill_tokens",
     "num_decode_tokens",
@@ -42,107 +28,51 @@ COUNTS = (
     "query_start_loc",
     "seq_start_loc",
     "context_lens_tensor",
+]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [  # context and new tokens of two prompts of 484
+        (
+            [(0, 28), (0, 484)],
+            (2, 512, 0, [28, 484], 484, 484, 0, [0, 28, 512], [0, 28, 512], [0, 0]),
+        ),
+        (
+            [(484, 1), (28, 456)],
+            (1, 456, 1, [485, 484], 456, 484, 485, [0, 1, 457], [0, 485, 969], [484, 28]),
+        ),
+        (
+            [(485, 1), (484, 1)],
+            (0, 0, 2, [486, 485], 1, 0, 486, [0, 1, 2], [0, 486, 971], [485, 484]),
+        ),
+    ],
+    ids=["first chunks", "a decode next to a prompt", "two decodes"],
 )
+def test_two_prompts_in_chunks(parts, expected):
+    tables = [[*range(1, 31), 128203], [*range(50, 80), 128172]]
+    requests = [
+        Request([0] * new, context, table, prompt_len=484)
+        for (context, new), table in zip(parts, tables, strict=True)
+    ]
+    metadata = _metadata(requests)
+    assert [_plain(getattr(metadata, name)) for name in NAMES] == [*expected]
+    if parts[0][0] == 485:
+        assert metadata.slot_mapping.tolist() == [2051253, 2050756]
 
 
-class TestGoldenValues(expecttest.TestCase):
-    def test_first_chunk_of_two_prompts(self):
-        tables = [list(range(1, 40)), list(range(50, 90))]
-        requests = [
-            Request([0] * 28, 0, tables[0], 0, prompt_len=484),
-            Request([0] * 484, 0, tables[1], 1, prompt_len=484),
-        ]
-        self.assertExpectedInline(
-            _summary(_metadata(requests), *COUNTS),
-            """\
-num_prefills: 2
-num_prefill_tokens: 512
-num_decode_tokens: 0
-seq_lens: [28, 484]
-max_query_len: 484
-max_prefill_seq_len: 484
-max_decode_seq_len: 0
-query_start_loc: [0, 28, 512]
-seq_start_loc: [0, 28, 512]
-context_lens_tensor: [0, 0]
-""",
-        )
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
-    def test_one_decodes_while_one_finishes_its_prompt(self):
-        tables = [list(range(1, 40)), list(range(50, 90))]
-        requests = [
-            Request([0], 484, tables[0], prompt_len=484),
-            Request([0] * 456, 28, tables[1], prompt_len=484),
-        ]
-        self.assertExpectedInline(
-            _summary(_metadata(requests), *COUNTS),
-            """\
-num_prefills: 1
-num_prefill_tokens: 456
-num_decode_tokens: 1
-seq_lens: [485, 484]
-max_query_len: 456
-max_prefill_seq_len: 484
-max_decode_seq_len: 485
-query_start_loc: [0, 1, 457]
-seq_start_loc: [0, 485, 969]
-context_lens_tensor: [484, 28]
-""",
-        )
 
-    def test_two_decodes(self):
-        tables = [[*range(1, 31), 128203], [*range(50, 80), 128172]]
-        requests = [
-            Request([0], 485, tables[0], prompt_len=484),
-            Request([0], 484, tables[1], prompt_len=484),
-        ]
-        self.assertExpectedInline(
-            _summary(_metadata(requests), "slot_mapping", *COUNTS),
-            """\
-slot_mapping: [2051253, 2050756]
-num_prefills: 0
-num_prefill_tokens: 0
-num_decode_tokens: 2
-seq_lens: [486, 485]
-max_query_len: 1
-max_prefill_seq_len: 0
-max_decode_seq_len: 486
-query_start_loc: [0, 1, 2]
-seq_start_loc: [0, 486, 971]
-context_lens_tensor: [485, 484]
-""",
-        )
-
-    def test_five_prompts(self):
-        requests = [Request([0] * 195, 0, table, prompt_len=195) for table in _prompts_195()]
-        metadata = _metadata(requests)
-        slots = metadata.slot_mapping.tolist()
-        assert slots[:16] == list(range(15984, 16000)) and slots[16:32] == list(range(15968, 15984))
-        assert slots[192:196] == [15792, 15793, 15794, 15776] and slots[-1] == 14962
-        self.assertExpectedInline(
-            _summary(metadata, "num_prefills", "num_prefill_tokens", "num_decode_tokens"),
-            """\
-num_prefills: 5
-num_prefill_tokens: 975
-num_decode_tokens: 0
-""",
-        )
-
-    def test_the_next_token_of_five_prompts(self):
-        requests = [Request([0], 195, table, prompt_len=195) for table in _prompts_195()]
-        metadata = _metadata(requests)
-        assert metadata.block_tables.tolist() == _prompts_195()
-        self.assertExpectedInline(
-            _summary(
-                metadata, "num_decode_tokens", "seq_lens", "max_decode_seq_len", "slot_mapping"
-            ),
-            """\
-num_decode_tokens: 5
-seq_lens: [196, 196, 196, 196, 196]
-max_decode_seq_len: 196
-slot_mapping: [15795, 15587, 15379, 15171, 14963]
-""",
-        )
+def test_five_prompts_and_their_next_tokens():
+    tables = [list(range(first, first - 13, -1)) for first in (999, 986, 973, 960, 947)]
+    slots = _metadata([Request([0] * 195, 0, t, prompt_len=195) for t in tables]).slot_mapping
+    assert slots[:32].tolist() == [*range(15984, 16000), *range(15968, 15984)]
+    assert slots[192:196].tolist() == [15792, 15793, 15794, 15776] and slots[-1] == 14962
+    after = _metadata([Request([0], 195, table, prompt_len=195) for table in tables])
+    assert after.block_tables.tolist() == tables and after.seq_lens == [196] * 5
+    assert after.slot_mapping.tolist() == [15795, 15587, 15379, 15171, 14963]
 
 
 def test_a_padded_request_has_length_zero_and_points_at_the_null_block():

@@ -46,10 +46,6 @@ def test_only_what_may_become_a_stop_string_is_held_back():
     assert (filtered.put("ND of it"), filtered.rest(), filtered.has_stopped) == ("", "", True)
 
 
-def test_without_stop_strings_every_piece_is_shown_as_it_comes():
-    assert shown([], ["a", "", "bc"]) == ["a", "", "bc", ""]
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "end"),
     [("abc", ["abc", "b"], 1), ("xaby", ["ab", "xab"], 0), ("abc", ["d"], None), ("", ["a"], None)],

@@ -34,7 +34,7 @@ QUICK = settings(
 
 
 def walked(tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 80) -> list[str]:
-    """Texts of random logits, wider than the vocabulary, under a grammar: those that ended."""
+    """Texts of random logits, wider than the vocabulary, under a grammar: those that finished."""
     generator, grammars, texts = torch.Generator().manual_seed(seed), Grammars(tokenizer), []
     grammars.compiled(grammar)
     rows = [Constraint(grammars, grammar, 1, {262}) for _ in range(8)]
@@ -42,8 +42,8 @@ def walked(tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 80) ->
     for _ in range(most):
         logits = torch.randn(len(rows), 300, generator=generator)
         constrain(logits, rows, tokens)
-        drawn = logits.argmax(1).tolist()
-        tokens = [[*before, token] for before, token in zip(tokens, drawn, strict=True)]
+        chosen = logits.argmax(1).tolist()
+        tokens = [[*before, token] for before, token in zip(tokens, chosen, strict=True)]
         over = [
             each[-1] == 262 or row.is_over(each) for row, each in zip(rows, tokens, strict=True)
         ]
@@ -58,9 +58,9 @@ def walked(tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 80) ->
 
 
 def answers(llm: LLM, grammar: Grammar, **more: Any) -> list[Answer]:
-    """Three answers, drawn from nearly equal probabilities."""
-    drawn = {"max_new_tokens": 24, "temperature": 3.0, "seed": 1, "n": 3, **more}
-    return llm.generate(["the moon"], SamplingParams(grammar=grammar, **drawn))
+    """Three answers, sampled from nearly equal probabilities."""
+    sampled = {"max_new_tokens": 24, "temperature": 3.0, "seed": 1, "n": 3, **more}
+    return llm.generate(["the moon"], SamplingParams(grammar=grammar, **sampled))
 
 
 def whole(given: list[Answer]) -> list[str]:
@@ -200,19 +200,19 @@ def test_bytes_for_what_has_no_token_are_text_too(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, config: EngineConfig) -> LLM:
+def with_end(tmp_path_factory: pytest.TempPathFactory, config: EngineConfig) -> LLM:
     """A model whose texts have an end token."""
-    return LLM(save_chat_model(tmp_path_factory.mktemp("ended"), end=262), config)
+    return LLM(save_chat_model(tmp_path_factory.mktemp("end"), end=262), config)
 
 
-def test_the_end_of_a_text_may_come_where_the_grammar_may_end_and_only_there(ended):
-    assert ended.tokenizer.of_transformers.convert_tokens_to_ids(END) == 262
+def test_the_end_of_a_text_may_come_where_the_grammar_may_end_and_only_there(with_end):
+    assert with_end.tokenizer.of_transformers.convert_tokens_to_ids(END) == 262
     grammar = Grammar.regex("(?:ab)+")
-    given = answers(ended, grammar, logit_bias={262: 50})
+    given = answers(with_end, grammar, logit_bias={262: 50})
     assert {each.text for each in given} == {"ab"} and given[0].result.tokens[-1] == 262
-    later = answers(ended, grammar, logit_bias={262: 50}, min_tokens=5)
+    later = answers(with_end, grammar, logit_bias={262: 50}, min_tokens=5)
     assert {each.text for each in later} == {"ababab"}
-    never = answers(ended, grammar, logit_bias={262: 50}, ignore_eos=True)
+    never = answers(with_end, grammar, logit_bias={262: 50}, ignore_eos=True)
     assert {each.text for each in never} == {"ab" * 12}
 
 
@@ -308,8 +308,8 @@ def test_a_grammar_that_no_thread_could_begin_is_begun_by_the_next_request(monke
 
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, {"min_tokens": 3}])
-def test_the_empty_text_alone_is_no_grammar(llm, ended, more):
-    for each in (llm, ended):
+def test_the_empty_text_alone_is_no_grammar(llm, with_end, more):
+    for each in (llm, with_end):
         for empty in (Grammar.regex(""), Grammar.ebnf('root ::= ""')):
             with pytest.raises(ConfigError, match="only the empty text fits it"):
                 answers(each, empty, **more)

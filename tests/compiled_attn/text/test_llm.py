@@ -51,15 +51,6 @@ def test_answers_are_those_of_plain_generate_in_the_order_of_the_prompts(llm, mo
         assert own[:count] == expected[:count] and count > 0
 
 
-def test_requests_that_end_at_other_times_keep_the_order(llm, texts):
-    lengths = [24, 3, 9, 1, 5]
-    sampling = [SamplingParams(max_new_tokens=length) for length in lengths]
-    answers = llm.generate(PROMPTS, sampling)
-    assert [len(answer.result.tokens) for answer in answers] == lengths
-    assert all(text.startswith(answer.text.rstrip("\ufffd"))
-               for text, answer in zip(texts, answers, strict=True))  # fmt: skip
-
-
 def test_a_stream_has_the_same_text_in_pieces(llm, texts):
     for prompt, text in zip(PROMPTS, texts, strict=True):
         pieces = [*llm.stream(prompt, SHORT)]

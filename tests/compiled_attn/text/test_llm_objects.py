@@ -111,8 +111,8 @@ def test_on_a_terminal_the_start_is_shown_and_elsewhere_not(model_dir, config, m
     assert (shown.getvalue().strip("\0"), silent.getvalue()) == ("", "")
 
 
-@pytest.mark.parametrize(("given", "asked"), [(None, True), (False, False), ("here", "here")])
-def test_an_llm_asks_for_the_default_store_by_default(model_dir, config, monkeypatch, given, asked):
+@pytest.mark.parametrize(("given", "opened"), [(None, True), (False, False), ("here", "here")])
+def test_an_llm_opens_the_default_store_by_default(model_dir, config, monkeypatch, given, opened):
     seen = []
 
     def noted(backend, store):
@@ -127,7 +127,7 @@ def test_an_llm_asks_for_the_default_store_by_default(model_dir, config, monkeyp
             LLM(model_dir, config)
     else:
         LLM(model_dir, config).close()
-    assert seen == [asked]
+    assert seen == [opened]
 
 
 @pytest.mark.usefixtures("compiler", "fresh_compiler")

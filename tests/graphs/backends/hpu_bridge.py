@@ -1,4 +1,4 @@
-"""A stub of Intel's bridge to Gaudi: it knows the calls and their order, not the hardware."""
+"""A stub of Intel's bridge to Gaudi: it checks calls and their order, not the hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands for CUDA graphs on a CPU: a replay knows addresses only, as on the device."""
+"""A fake recorder of CUDA graphs on a CPU: replays use addresses only, as on the device."""
 
 from __future__ import annotations
 

@@ -67,13 +67,6 @@ def test_options_of_a_manager_are_refused(option):
         capture(torch.relu, [torch.ones(2)], backend="eager", **option)
 
 
-def test_an_option_that_the_backend_does_not_know_is_refused_before_anything_runs():
-    ran = []
-    with pytest.raises(TypeError, match=r"unknown option 'mode'; expected .*'eager' \(none\)"):
-        capture(lambda x: ran.append(x), (torch.ones(3),), backend="eager", mode="max-autotune")
-    assert ran == []
-
-
 @pytest.mark.parametrize("backend", TRACED)
 def test_what_the_graph_writes_in_place_is_seen_outside(backend):
     module = Cache()
@@ -238,16 +231,13 @@ def test_an_input_that_cannot_be_captured_is_a_type_error():
         capture(Cache(), [[1, 2]], backend="eager")
 
 
-def test_every_backend_says_whether_it_works_here():
+def test_backends_that_need_nothing_work_everywhere():
     backends = available_backends()
-    assert list(backends) == [
-        "eager", "inductor", "aot_eager", "aoti", "cudagraph", "hpu", "onnxrt",
-    ]  # fmt: skip
     assert backends["eager"] is None and backends["aot_eager"] is None
 
 
 class Recorder(Backend):
-    """A backend that never works, or that records what it is asked for."""
+    """A backend that never works, or that records its specs."""
 
     name = "recorder"
     options = None

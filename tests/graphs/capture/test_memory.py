@@ -70,7 +70,7 @@ def test_without_a_container_what_is_available_is_free(system):
 )
 @pytest.mark.parametrize("where", ["outer/job", "outer", ""])
 def test_a_container_has_left_what_no_limit_around_it_forbids(system, line, names, idle, where):
-    """Also one whose own files are seen at the root, not by its path."""
+    """Also where the files of the container are at the root, not at its path."""
     system("proc/self/cgroup", f"9:cpu,cpuacct:/elsewhere\n{line}\n1:name=systemd:/x")
     for name, size in zip(names, (4 * GIB, 3 * GIB), strict=True):
         folder, _, file = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""A changed module is named, whatever changed; what was put back is unchanged."""
+"""Every change of a module is named; a change that is undone is none."""
 
 from __future__ import annotations
 

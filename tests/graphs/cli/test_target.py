@@ -39,6 +39,7 @@ NUMBER = 7
 def folder(tmp_path, monkeypatch):
     (tmp_path / "neighbour.py").write_text("FACTOR = 3\n")
     (tmp_path / "my_model.py").write_text(MODULE)
+    (tmp_path / "exits.py").write_text("import sys\n\nsys.exit(0)\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
     yield tmp_path
@@ -86,6 +87,7 @@ def test_a_file_whose_name_is_taken_is_imported_under_another(folder):
         ("{}/my_model.py:triple", "has no triple; it has Net, Needy, Box, double, make, fail$"),
         ("{}/my_model.py:NUMBER", "expected .*NUMBER to be callable, got a int"),
         ("{}/my_model.py:fail()", r"fail\(\) failed: ZeroDivisionError.*my_model.py:24\)"),
+        ("{}/exits.py:f", r"importing .* failed: SystemExit: 0 \(.*exits.py:3\)"),
         ("{}/my_model.py:Needy", r"Needy\(\) failed: TypeError: .*size"),
     ],
 )

@@ -16,9 +16,9 @@ SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "warmup_your_module.
 
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", [SCRIPT.name, *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    return ended.value.code
+    return exited.value.code
 
 
 def test_the_script_warms_up_serves_and_reports(monkeypatch, capsys, tmp_path):

@@ -95,13 +95,13 @@ def test_each_chart_is_drawn(browser, page):
     def count(selector):
         return browser.value(f"document.querySelectorAll('{selector}').length")
 
-    assert count("figure svg") == 4
+    assert count("figure svg") == 3
     assert count("figure svg [id^=mark]") == 6  # never hit and not captured included
     assert count("figure svg [id^=mark] title") == 6
     marks = "[...document.querySelectorAll('[id^=mark] use')]"
     assert browser.value(f"{marks}.every(m => m.getBoundingClientRect().width >= 6)")
-    drawn = "[...document.querySelectorAll('figure svg')].pop().getBoundingClientRect()"
-    assert browser.value(f"{drawn}.width") > 400 and browser.value(f"{drawn}.height") > 50
+    box = "[...document.querySelectorAll('figure svg')].pop().getBoundingClientRect()"
+    assert browser.value(f"{box}.width") > 400 and browser.value(f"{box}.height") > 50
 
 
 def test_the_browser_would_notice_a_complaint_and_a_request(browser, tmp_path):

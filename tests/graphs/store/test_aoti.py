@@ -12,7 +12,6 @@ from graphs import capture
 from graphs.backends.aoti import AotiBackend
 from graphs.capture.contract import Frozen
 from graphs.store import ArtifactStore, StoredAoti
-from graphs.store.lock import Lock
 from graphs.watch.compiles import CompileWatch
 
 
@@ -40,19 +39,6 @@ def test_what_is_no_package_is_built_again(tmp_path, monkeypatch, caplog):
         capture(torch.relu, [torch.ones(2)], backend=backend)
         assert (backend.loaded, backend.stored) == (0, 1)
     assert "compiling again, not loaded" in caplog.text
-
-
-def test_a_store_that_is_busy_costs_a_build_and_no_graph(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(AotiBackend, "capture", _pretend)
-    store = ArtifactStore(tmp_path / "store", lock_seconds=0.05)
-    lock = Lock(store.path / ".lock")
-    assert lock.take()
-    try:
-        graph = capture(torch.relu, [torch.ones(2)], backend=StoredAoti(store))
-    finally:
-        lock.close()
-    assert "compiling again, not loaded" in caplog.text and "not stored" in caplog.text
-    assert torch.equal(graph.run(-torch.ones(2)), torch.zeros(2))
 
 
 def _pretend(self, job):

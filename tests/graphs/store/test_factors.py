@@ -189,18 +189,8 @@ def test_a_large_global_container_is_data_and_does_not_count():
     digests = []
     for count in (2, 3, 2000, 3000):
         module.TABLE = [*range(count)]
-        digests.append(digest_of_globals([module]))
+        digests.append(digest_of_globals(module))
     assert digests[0] != digests[1] != digests[2] == digests[3]
-
-
-def test_closures_count():
-    def scaled(factor):
-        def call(x):
-            return x * factor
-
-        return call
-
-    assert key(scaled(2), X) == key(scaled(2), X) != key(scaled(3), X)
 
 
 class Slotted:
@@ -224,14 +214,18 @@ def keyword(factor):
     return call
 
 
+def closure(factor):
+    return lambda x: x * factor
+
+
 def wrapped(factor):
     return functools.wraps(scaled)(lambda x: x * factor)
 
 
 @pytest.mark.parametrize(
     "make",
-    [Slotted, lambda k: functools.partial(scaled, factor=k), keyword, wrapped],
-    ids=["slots", "partial", "keyword default", "wrapped"],
+    [Slotted, lambda k: functools.partial(scaled, factor=k), keyword, closure, wrapped],
+    ids=["slots", "partial", "keyword default", "closure", "wrapped"],
 )
 def test_values_count_wherever_a_callable_keeps_them(make):
     assert key(make(2), X) == key(make(2), X) != key(make(3), X)
@@ -275,10 +269,135 @@ def typed_in(text):
     return names["f"]
 
 
-def test_what_was_typed_in_counts_with_what_it_calls():
-    text = "def g(x):\n    return x + {}\n\ndef f(x):\n    return [g(y) for y in [x]][0]\n"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def g(x):\n    return x + {}\n\ndef f(x):\n    return [g(y) for y in [x]][0]\n",
+        "class F:\n    @staticmethod\n    def g(x):\n        return x + {}\n\nf = F().g\n",
+        "N = {}\nclass F:\n    def __call__(self, x):\n        return x + N\n\nf = F()\n",
+        "class N:\n    n = {}\nclass F:\n    def __call__(self):\n        return N.n\n\nf = F()\n",
+    ],
+    ids=["function", "static method", "global of a method", "another class"],
+)
+def test_what_was_typed_in_counts_with_what_it_calls(text):
     assert key(typed_in(text.format(1)), X) == key(typed_in(text.format(1)), X)
     assert key(typed_in(text.format(1)), X) != key(typed_in(text.format(2)), X)
+
+
+class Part(nn.Module):
+    def __init__(self, factor=1):
+        super().__init__()
+        self.factor = factor
+
+
+def of(**attributes):
+    net = nn.Module()
+    net.a, net.b = Part(1), Part(2)
+    for name, make in attributes.items():
+        setattr(net, name, make(net))
+    return net
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda net: [net.a, net.b], lambda net: [net.b, net.a]),
+        (lambda net: {net.a}, lambda net: {net.b}),
+        (lambda net: {net.a: 1, net.b: 2}, lambda net: {net.b: 1, net.a: 2}),
+        (lambda net: {"a": 1, "b": 2}, lambda net: {"b": 2, "a": 1}),
+    ],
+    ids=["list", "set", "keys of a mapping", "order of a mapping"],
+)
+def test_which_of_several_objects_counts(one, other):
+    assert key(of(order=one), X) == key(of(order=one), X)
+    assert key(of(order=one), X) != key(of(order=other), X)
+
+
+@pytest.mark.parametrize(("name", "is_other"), [("rapid", True), ("pid", False), ("my_pid", False)])
+def test_only_whole_words_name_numbers_of_a_process(name, is_other):
+    keys = {key(of(**{name: lambda _, value=value: value}), X) for value in (1, 2)}
+    assert len(keys) == 1 + is_other
+
+
+@pytest.mark.parametrize("name", ["_global_forward_hooks", "_global_forward_pre_hooks"])
+def test_hooks_of_all_modules_count(name, monkeypatch):
+    before = key(of(), X)
+    monkeypatch.setitem(getattr(nn.modules.module, name), -1, lambda *_: None)
+    assert key(of(), X) != before
+
+
+def test_a_forward_of_another_module_counts(monkeypatch):
+    net, before = Part(), key(Part(), X)
+    for value in (
+        lambda self, x: x * 2,
+        lambda self, x: x * 3,
+        functools.partial(scaled, factor=2),
+    ):
+        monkeypatch.setattr(Part, "forward", value, raising=False)
+        assert key(net, X) != before
+        before = key(net, X)
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        ("", lambda module: setattr(module.Net.__init__, "__defaults__", (2,))),
+        ("", lambda module: setattr(module, "helper", scaled)),
+        ("class C:\n    n = 1\n", lambda module: setattr(module.C, "n", 2)),
+        ("class C:\n    pass\nCONFIG = C()\n", lambda module: setattr(module.CONFIG, "n", 2)),
+        ("ACT = torch.relu\n", lambda module: setattr(module, "ACT", torch.tanh)),
+    ],
+    ids=["defaults", "function", "class", "object", "builtin"],
+)
+def test_other_globals_than_plain_values_count(load, text, change):
+    net = load("my_store_net", "\n" + text)
+    before = key(net, X)
+    assert key(load(), X) == before
+    net = load()
+    change(sys.modules["my_store_net"])
+    assert key(net, X) != before
+
+
+def test_of_a_script_only_globals_that_its_functions_use_count(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    digests = []
+    for scale, started in ((1, 1), (1, 2), (2, 2)):
+        main = ModuleType("__main__")
+        main.__file__ = str(script)
+        exec(f"SCALE, STARTED = {scale}, {started}\ndef f(x):\n    return x * SCALE\n", vars(main))
+        digests.append(digest_of_globals(main))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_code_that_was_edited_after_its_import_counts_as_it_was_loaded(load, tmp_path):
+    net = load()
+    (tmp_path / "my_store_helper.py").write_text("def helper(x):\n    return x + 22\n")
+    edited = key(net, X)
+    assert key(load(), X) != edited
+
+
+@pytest.mark.parametrize("kind", ["passes", "device", "attention", "mkldnn"])
+def test_passes_and_flags_of_torch_count(kind):
+    class Pass:
+        def uuid(self):
+            return "one"
+
+    before = key(torch.relu, X)
+    change = {
+        "passes": lambda: torch._inductor.config.patch(post_grad_custom_pre_pass=Pass()),
+        "device": lambda: torch.device("meta"),
+        "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+    }[kind]
+    with change():
+        assert key(torch.relu, X) != before
+    assert key(torch.relu, X) == before
+
+
+def test_a_pass_whose_effect_is_unknown_means_no_key():
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        assert graph_factors(torch.relu, [X], backend="inductor", options={}) is None
 
 
 def test_versions_and_the_processor_count(monkeypatch):

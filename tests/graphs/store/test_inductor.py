@@ -6,14 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from graphs import InputMismatch, ModeMismatch, StaleGraph, capture, no_compile
+from graphs import InputMismatch, ModeMismatch, StaleGraph, capture
 from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import CaptureSpec, Frozen, Job
 from graphs.store import ArtifactStore, StoredInductor
@@ -111,6 +111,41 @@ def test_a_module_of_other_values_is_not_served_from_the_store(warm):
     graph = capture(net, INPUTS, backend=backend)
     assert (backend.stored, backend.loaded) == (1, 0)
     torch.testing.assert_close(graph.run(*INPUTS)["y"], net.linear(INPUTS[0]) ** 2 * 0.25)
+
+
+SCALE = 2
+
+
+def scaled(x):
+    return x * SCALE
+
+
+def test_a_changed_global_is_seen_by_the_next_capture_of_a_process(store, monkeypatch):
+    backend, x = StoredInductor(store), INPUTS[0]
+    for scale, counts in ((2, (1, 0)), (3, (2, 0)), (2, (2, 1))):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        torch.testing.assert_close(capture(scaled, [x], backend=backend).run(x), x * scale)
+        assert (backend.stored, backend.loaded) == counts
+
+
+def test_globals_that_a_capture_changes_itself_do_not_count(store, monkeypatch):
+    def make_scale(x):
+        globals()["SCALE"] = 5
+        return x + 1
+
+    monkeypatch.setitem(globals(), "SCALE", 2)
+    backend = StoredInductor(store)
+    job = Job(make_scale, [torch.ones(1)], CaptureSpec(backend, "make_scale"))
+    before = backend.factors(job)
+
+    def make(folder):
+        make_scale(torch.ones(1))
+        return Frozen(make_scale), lambda: None
+
+    backend.capture_and_store(job, before, make)
+    assert SCALE == 5 and backend.factors(job) == before
+    globals()["SCALE"] = 6
+    assert backend.factors(job) != before
 
 
 def test_a_damaged_graph_is_compiled_again(store, caplog):
@@ -212,18 +247,6 @@ def test_a_callable_without_a_hash_can_be_stored(store):
         assert torch.equal(graph.run(INPUTS[0]), INPUTS[0] * factor)
 
 
-def test_a_worker_compiles_nothing_that_is_stored(warm, monkeypatch):
-    backend = StoredInductor(warm)
-    job = Job(Net(), INPUTS, CaptureSpec(backend, "net"))
-    assert backend.has(job)
-    backend.precompile(job)
-    other = replace(job, examples=(torch.ones(5, 4), torch.arange(3), 2))
-    assert not backend.has(other)
-    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
-        patch.setattr("graphs.store.inductor.compile_only", lambda *_, **__: 1 / 0)
-        backend.precompile(other)
-
-
 SCRIPT = """
 import sys, os, torch
 from torch import nn
@@ -263,12 +286,6 @@ def test_a_second_process_traces_nothing_and_builds_no_kernel(tmp_path):
         said.append(done.stdout.strip().splitlines()[-1])
     assert said[0] == "1 0 1 True True"
     assert said[1] == "0 1 0 True False"
-
-
-def test_the_sentinel_has_nothing_to_say_about_a_loaded_graph(warm):
-    graph = load(warm, Net())
-    with no_compile():
-        graph.run(*INPUTS)
 
 
 def test_cuda_graphs_of_inductor_itself_are_not_stored(store, caplog):

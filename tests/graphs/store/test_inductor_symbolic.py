@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +10,6 @@ from graphs import InputMismatch, StaleGraph, WarmupManager, explicit, linear, n
 from graphs.capture.contract import CaptureSpec, Job
 from graphs.store import ArtifactStore, StoredInductor
 
-ROOT = Path(__file__).resolve().parents[3]
 AXES = ("tokens", "requests")
 SPACE = explicit(AXES, [(2, 2), (8, 4), (16, 4)])
 
@@ -156,41 +148,6 @@ def test_each_bucket_loads_the_graph_whose_guards_hold_for_it(store):
             x = torch.randn(bucket.tokens)
             assert torch.equal(manager.run(bucket, x), by_size(x))
     assert "11 <= x.size()[0]" in report.results[2].why_alone
-
-
-def test_a_damaged_graph_is_compiled_again(store, caplog):
-    job = by_size, linear(tokens=(4, 4, 8)), lambda b: [torch.ones(b.tokens)]
-    warm(store, *job, symbolic=("tokens",))
-    path = store.entries()[0].files / "graph.json"
-    layout = json.loads(path.read_bytes())
-    path.write_text(json.dumps(layout | {"guards": []}))
-    backend, _, report = warm(store, *job, symbolic=("tokens",))
-    assert "discarded" in caplog.text
-    assert (backend.stored, backend.loaded, report.compiles) == (1, 0, 1)
-
-
-_SECOND = """
-    import sys
-    from graphs.store import ArtifactStore
-    from tests.graphs.store.test_inductor_symbolic import Net, expect_the_same, warm
-
-    module = Net()
-    backend, manager, report = warm(ArtifactStore(sys.argv[1]), module)
-    expect_the_same(manager, module)
-    print(backend.loaded, backend.stored, report.compiles, report.graphs)
-"""
-
-
-@pytest.mark.slow
-def test_another_process_compiles_nothing(filled):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_SECOND), str(filled.path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.split() == ["1", "0", "0", "1"], done.stderr
 
 
 def doubled(x, is_large):

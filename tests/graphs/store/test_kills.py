@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import random
 import shutil
 import signal
 import sys
-import time
 
 import pytest
 
@@ -133,21 +131,3 @@ def test_a_kill_at_any_change_of_the_disk_leaves_entries_whole_or_not_there(
         if not was_killed:
             break
     assert last > 5
-
-
-def test_a_kill_at_any_time_leaves_entries_whole_or_not_there(template, tmp_path):
-    path, source = template
-    draw = random.Random(13)
-    shutil.copytree(path, tmp_path / "store")
-    for _ in range(20):
-        if not (pid := os.fork()):
-            try:
-                for work in itertools.cycle((replace, evict, clear)):
-                    work(tmp_path / "store", source)
-            finally:
-                os._exit(0)
-        time.sleep(draw.uniform(0.0, 0.1))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        assert_whole(tmp_path / "store")
-    assert_goes_on(tmp_path / "store", source)

@@ -42,12 +42,6 @@ def test_what_belongs_to_another_user_inside_an_entry_is_refused(store, name, ca
     assert store.entries() == []
 
 
-@needs_root
-def test_verify_names_what_belongs_to_another_user(store):
-    os.chown(entry(store) / "files" / "graph.bin", OTHER, OTHER)
-    assert f"graph.bin belongs to user {OTHER}" in next(iter(store.verify().values()))
-
-
 @pytest.mark.parametrize("name", [".", "files", "files/deep"])
 def test_a_folder_in_an_entry_that_others_can_write_to_is_refused(store, name, caplog):
     (entry(store) / name).chmod(0o777)

@@ -13,7 +13,7 @@ from torch import nn
 
 import graphs
 from graphs import CaptureError, capture
-from graphs.torch_internals import kernel_units, regions, vectors
+from graphs.torch_internals import regions, vectors
 from graphs.torch_internals.catalog import FEATURES
 from graphs.torch_internals.features import Feature, with_features
 from graphs.torch_internals.patches import Patch
@@ -105,10 +105,9 @@ BREAKS = {
     "region_reuse of effects": _patched(regions, garbage=""),  # an object is truthy
     "regions": _private("torch.compiler.nested_compile_region"),
     "replay": _patched(replay),
-    "shared_units": _patched(kernel_units),
     "trusted_vectors": _settings(),
 }
-INDUCTOR = ("replay", "shared_units", "trusted_vectors")
+INDUCTOR = ("replay", "trusted_vectors")
 
 
 def test_every_feature_is_broken():
@@ -185,6 +184,17 @@ def test_a_feature_that_fails_is_switched_off_with_one_line(faulty, caplog):
         "feature. "
     ]
     assert faulty.feature.state.why_off
+
+
+def test_an_error_that_does_not_come_again_switches_no_feature_off(faulty):
+    errors = [OSError("too many open files")]
+
+    def make():
+        if errors:
+            raise errors.pop()
+        return "made"
+
+    assert with_features(make) == "made" and faulty.feature.is_on
 
 
 def test_a_capture_that_fails_without_features_too_switches_none_off(faulty):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphs import Bucket, CaptureError, WarmupManager
-from tests.graphs.warmup.served import SPACE, Cache, inputs_of, manager
+from tests.graphs.warmup.managers import SPACE, Cache, inputs_of, make_manager
 
 
 def test_buckets_that_are_no_space_are_refused():
@@ -15,9 +15,9 @@ def test_buckets_that_are_no_space_are_refused():
 def test_an_unknown_option_is_refused_before_anything_is_captured():
     expected = r"unknown option 'colour'; expected the options of backend 'inductor' \(.*mode"
     with pytest.raises(TypeError, match=expected):
-        manager(backend="inductor", colour="red")
+        make_manager(backend="inductor", colour="red")
     with pytest.raises(TypeError, match=r"unknown option 'mode'.*backend 'eager'"):
-        manager(mode="reduce-overhead")
+        make_manager(mode="reduce-overhead")
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_an_unknown_option_is_refused_before_anything_is_captured():
     ],
 )
 def test_inputs_that_are_no_tuple_or_list_end_the_warmup_at_once(wrong, text):
-    asked = []
-    served = manager(make_inputs=lambda bucket: asked.append(bucket) or wrong)
+    calls = []
+    manager = make_manager(make_inputs=lambda bucket: calls.append(bucket) or wrong)
     with pytest.raises(
         TypeError, match=r"make_inputs\(tokens=8\): expected a tuple or list.*" + text
     ):
-        served.warmup()
-    assert asked == [Bucket(tokens=8)]
-    assert served.report is None
+        manager.warmup()
+    assert calls == [Bucket(tokens=8)]
+    assert manager.report is None
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,13 @@ def test_inputs_that_are_no_tuple_or_list_end_the_warmup_at_once(wrong, text):
         ({"order": "random"}, "order is 'random'"),
         ({"budget_seconds": -1}, "budget_seconds is -1"),
         ({"budget_bytes": -1}, "budget_bytes is -1"),
-        ({"workers": 0}, "workers is 0; expected at least 1"),
         ({"timed_runs": -1}, "timed_runs is -1"),
         ({"order": "most_used"}, "usage is not given"),
     ],
 )
 def test_a_wrong_setting_is_refused_at_once(options, text):
     with pytest.raises(ValueError, match=text):
-        manager(**options)
+        make_manager(**options)
 
 
 @pytest.mark.parametrize(

@@ -32,21 +32,14 @@ def test_the_cost_lists_what_was_measured():
     assert report.cost == ((Bucket(n=8), 2.0), (Bucket(n=2), 0.5))
 
 
-def test_the_json_form_is_plain():
+def test_the_report_is_json():
     data = json.loads(json.dumps(REPORT.to_json()))
-    assert data["buckets"][1] == {
-        "bucket": {"n": 4},
-        "status": "failed",
-        "seconds": 0.5,
-        "bytes": 0,
-        "compiles": 1,
-        "error": "graph break",
-        "run_seconds": None,
-        "name": "",
-        "is_loaded": False,
-        "graph": "",
-        "why_alone": "",
-    }
+    bucket = data["buckets"][1]
+    assert (bucket["bucket"], bucket["status"], bucket["error"]) == (
+        {"n": 4},
+        "failed",
+        "graph break",
+    )
     assert data["elapsed_seconds"] == 2.6
 
 

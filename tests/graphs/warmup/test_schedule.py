@@ -50,7 +50,7 @@ def test_most_used_and_a_usage_come_together():
 
 def test_what_an_earlier_warmup_measured_is_the_estimate_from_the_start():
     measured = {Bucket(n=4): 8.0, Bucket(n=1): 2.0, Bucket(n=9): 20.0}
-    schedule = Schedule([*SPACE], SPACE.cost, measured)
+    schedule = Schedule([*SPACE], measured)
     event = schedule.event(Bucket(n=4), 0, "started")
     assert event.eta_seconds == pytest.approx(30.0)
     schedule.done(BucketResult(Bucket(n=4), "captured", seconds=2.0))
@@ -58,35 +58,28 @@ def test_what_an_earlier_warmup_measured_is_the_estimate_from_the_start():
     assert event.eta_seconds == pytest.approx((2.0 + 20.0) / 4)
 
 
-def test_unmeasured_buckets_are_fitted_next_to_measured_ones():
-    schedule = Schedule([*SPACE], SPACE.cost, {Bucket(n=4): 8.0, Bucket(n=1): 2.0})
+def test_unmeasured_buckets_are_estimated_by_the_mean_of_the_done_ones():
+    schedule = Schedule([*SPACE], {Bucket(n=4): 8.0})
     assert schedule.event(Bucket(n=4), 0, "started").eta_seconds is None
     schedule.done(BucketResult(Bucket(n=4), "captured", seconds=8.0))
-    assert schedule.event(Bucket(n=4), 0, "captured").eta_seconds == pytest.approx(2.0 + 8.0)
+    assert schedule.event(Bucket(n=4), 0, "captured").eta_seconds == pytest.approx(2 * 8.0)
+    schedule.done(BucketResult(Bucket(n=1), "failed", seconds=2.0))
+    event = schedule.event(Bucket(n=1), 1, "failed", error="why")
+    assert event.eta_seconds == pytest.approx(5.0)
+    assert (event.bucket, event.index, event.total, event.error) == (Bucket(n=1), 1, 3, "why")
 
 
-def test_the_estimate_fits_a_fixed_time_and_one_that_grows_with_cost():
-    space = explicit(["n"], [1, 2, 4, 9])
-    schedule = Schedule(in_order(space, "largest_first"), space.cost)
-    assert schedule.event(schedule.buckets[0], 0, "started").eta_seconds is None
-    schedule.done(BucketResult(Bucket(n=9), "captured", seconds=10.0 + 9))
-    assert schedule.event(schedule.buckets[0], 0, "captured").eta_seconds == pytest.approx(3 * 19.0)
-    schedule.done(BucketResult(Bucket(n=4), "failed", seconds=10.0 + 4))
-    event = schedule.event(schedule.buckets[1], 1, "failed", error="why")
-    assert event.eta_seconds == pytest.approx(10 + 2 + 10 + 1)
-    assert (event.bucket, event.index, event.total, event.error) == (Bucket(n=4), 1, 4, "why")
-
-
-def test_a_large_bucket_that_is_quick_does_not_make_the_estimate_negative():
-    space = explicit(["n"], [1, 4, 9])
-    schedule = Schedule(in_order(space, "largest_first"), space.cost)
-    schedule.done(BucketResult(Bucket(n=9), "captured", seconds=1.0))
-    schedule.done(BucketResult(Bucket(n=4), "captured", seconds=5.0))
-    assert schedule.event(schedule.buckets[1], 1, "captured").eta_seconds == pytest.approx(3.0)
+def test_shared_captures_have_an_estimate_of_their_own():
+    buckets = [Bucket(n=n) for n in (9, 8, 4, 1)]
+    schedule = Schedule(buckets, group_key=lambda bucket: Bucket(n=min(bucket.n, 2)))
+    schedule.done(BucketResult(Bucket(n=9), "captured", seconds=9.0))
+    assert schedule.event(Bucket(n=9), 0, "captured").eta_seconds == pytest.approx(9.0)
+    schedule.done(BucketResult(Bucket(n=8), "captured", seconds=0.5))
+    assert schedule.event(Bucket(n=8), 1, "captured").eta_seconds == pytest.approx(9.5)
 
 
 def test_skipped_buckets_do_not_make_the_rest_look_cheap():
-    schedule = Schedule(in_order(SPACE, "largest_first"), SPACE.cost)
+    schedule = Schedule(in_order(SPACE, "largest_first"))
     schedule.done(BucketResult(Bucket(n=9), "captured", seconds=9.0))
     schedule.done(BucketResult(Bucket(n=4), "skipped"))
     assert schedule.event(schedule.buckets[1], 1, "skipped").eta_seconds == pytest.approx(9.0)

@@ -15,7 +15,7 @@ from graphs.watch.causes import (
 
 
 class CppCompileError(RuntimeError):
-    """Looks like torch's own, whose text puts the command first."""
+    """Like torch's error, its text begins with the command."""
 
 
 def test_a_failed_cpp_compile_is_described_by_its_error_line():

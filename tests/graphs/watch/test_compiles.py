@@ -1,4 +1,3 @@
-import logging
 import subprocess
 import sys
 import threading
@@ -7,8 +6,8 @@ import pytest
 import torch
 
 from graphs import CompileWatch
+from graphs.watch.causes import CompileEvent
 from graphs.watch.compiles import build_of
-from graphs.watch.events import CompileEvent
 
 
 def compiled(function):
@@ -54,15 +53,6 @@ def test_a_function_that_has_used_up_its_recompiles_is_seen():
     assert [event.kind for event in watch.events] == ["compile", "recompile", "refused recompile"]
     assert watch.compiles == 2
     assert "expected 2, actual 3" in watch.events[2].reason
-
-
-def test_a_late_backward_is_seen():
-    function = torch.compile(lambda x: (x.sin() * x).sum(), backend="aot_eager")
-    with CompileWatch() as watch:
-        x = torch.ones(3, requires_grad=True)
-        function(x).backward()
-    assert watch.compiles >= 1
-    assert watch.events[0].kind == "compile"
 
 
 @pytest.mark.parametrize(
@@ -116,45 +106,6 @@ def test_what_on_event_raises_reaches_the_caller_before_anything_is_compiled():
     assert function(torch.ones(1)).item() == 4
 
 
-def in_another_thread(work):
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize(("all_threads", "seen"), [(True, 1), (False, 0)])
-def test_other_threads_are_seen_unless_left_out(all_threads, seen):
-    function = compiled(lambda x: x * 5)
-    with CompileWatch(all_threads=all_threads) as watch:
-        in_another_thread(lambda: function(torch.ones(2)))
-    assert watch.compiles == seen
-    assert all(event.thread != threading.get_ident() for event in watch.events)
-
-
-def test_a_stopped_watch_leaves_torch_as_it_was():
-    handler = torch._dynamo.callback.callback_handler
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    before = [*handler.start_callbacks], [*handler.end_callbacks], [*log.handlers]
-    first, second = CompileWatch(), CompileWatch()
-    first.start()
-    second.start()
-    first.stop()
-    compiled(lambda x: x / 3)(torch.ones(1))
-    second.stop()
-    second.stop()
-    assert (first.compiles, second.compiles) == (0, 1)
-    assert ([*handler.start_callbacks], [*handler.end_callbacks], [*log.handlers]) == before
-
-
-def test_a_reset_of_dynamo_is_noticed():
-    watch = CompileWatch()
-    watch.start()
-    assert not watch.lost
-    torch._dynamo.reset()
-    assert watch.lost
-    watch.stop()
-
-
 def test_builds_are_counted_until_the_end():
     with CompileWatch() as watch:
         subprocess.run(["cc", "--version"], capture_output=True)
@@ -162,14 +113,6 @@ def test_builds_are_counted_until_the_end():
         subprocess.run(["cc", "nothing.c"], capture_output=True)
     subprocess.run(["cc", "nothing.c"], capture_output=True)
     assert [(event.kind, event.function) for event in watch.events] == [("build", "nothing.c")]
-
-
-def test_what_on_event_raises_stops_a_build():
-    def refuse(event):
-        raise RuntimeError(f"no {event.function}")
-
-    with CompileWatch(refuse), pytest.raises(RuntimeError, match=r"no nothing\.c"):
-        subprocess.Popen(["cc", "nothing.c"])
 
 
 @pytest.mark.parametrize(

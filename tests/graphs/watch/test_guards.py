@@ -42,7 +42,7 @@ def keys(expected, actual):
             "tensor 'w' requires_grad mismatch. expected requires_grad=1. Guard failed on a param",
             "tensor 'w' requires_grad mismatch. expected requires_grad=1",
         ),
-        ("something nobody has seen", "something nobody has seen"),
+        ("an unknown guard", "an unknown guard"),
     ],
 )
 def test_a_failed_guard_is_described_in_words(guard, words):

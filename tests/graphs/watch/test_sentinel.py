@@ -1,6 +1,7 @@
 import contextlib
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,127 +36,61 @@ def warm(function, *inputs, **options):
 
 
 @contextlib.contextmanager
-def restored(setter, value):
+def changed(setter, value, before):
+    setter(value)
     try:
         yield
     finally:
-        setter(value)
+        setter(before)
 
 
-def with_new_shape(compiled, module):
-    compiled(torch.ones(3, 4))
+def called(*inputs, under=contextlib.nullcontext):
+    """A change that calls the compiled function on other inputs, or in another context."""
+
+    def change(compiled, module):
+        with under():
+            compiled(*(inputs or (X,)))
+
+    return change
 
 
-def with_new_rank(compiled, module):
-    compiled(torch.ones(4, 4, 4))
+def after(code):
+    """A change of the module before a call like the one of the warmup."""
+
+    def change(compiled, module):
+        exec(f"module.{code}")
+        compiled(X)
+
+    return change
 
 
-def with_new_dtype(compiled, module):
-    compiled(torch.ones(4, 4, dtype=torch.float64))
-
-
-def with_new_stride(compiled, module):
-    compiled(torch.ones(4, 4).t())
-
-
-def on_another_device(compiled, module):
-    compiled(torch.ones(4, 4, device="meta"))
-
-
-def with_a_gradient(compiled, module):
-    compiled(torch.ones(4, 4, requires_grad=True))
-
-
-def with_a_tensor_subclass(compiled, module):
-    compiled(nn.Parameter(torch.ones(4, 4)))
-
-
-def with_another_constant(compiled, module):
-    compiled(torch.ones(4, 4), 2)
-
-
-def under_another_grad_mode(compiled, module):
-    with torch.no_grad():
-        compiled(torch.ones(4, 4))
-
-
-def in_inference_mode(compiled, module):
-    with torch.inference_mode():
-        compiled(torch.ones(4, 4))
-
-
-def with_a_tensor_of_inference_mode(compiled, module):
-    with torch.inference_mode():
-        x = torch.ones(4, 4)
-    compiled(x)
-
-
-def under_autocast(compiled, module):
-    with torch.autocast("cpu"):
-        compiled(torch.ones(4, 4))
-
-
-def inside_a_device_context(compiled, module):
-    x = torch.ones(4, 4)
-    with torch.device("meta"):
-        compiled(x)
-
-
-def with_more_threads(compiled, module):
+def one_more_thread():
     threads = torch.get_num_threads()
-    with restored(torch.set_num_threads, threads):
-        torch.set_num_threads(threads + 1)
-        compiled(torch.ones(4, 4))
+    return changed(torch.set_num_threads, threads + 1, threads)
 
 
-def with_another_default_dtype(compiled, module):
-    x = torch.ones(4, 4)
-    with restored(torch.set_default_dtype, torch.float32):
-        torch.set_default_dtype(torch.float64)
-        compiled(x)
+bfloat16, on_meta = partial(torch.autocast, "cpu"), partial(torch.device, "meta")
+float64 = partial(changed, torch.set_default_dtype, torch.float64, torch.float32)
+deterministic = partial(changed, torch.use_deterministic_algorithms, True, False)
+seven = partial(changed, partial(globals().__setitem__, "FACTOR"), 7, 2)
 
 
-def with_another_determinism(compiled, module):
-    with restored(torch.use_deterministic_algorithms, False):
-        torch.use_deterministic_algorithms(True)
-        compiled(torch.ones(4, 4))
+def of_inference_mode():
+    with torch.inference_mode():
+        return torch.ones(4, 4)
 
 
-def after_a_changed_attribute(compiled, module):
-    module.offset = 5
-    compiled(torch.ones(4, 4))
+def broken(x):
+    torch._dynamo.graph_break()
+    return x + 1
 
 
-def after_a_changed_list(compiled, module):
-    module.factors.append(5)
-    compiled(torch.ones(4, 4))
+def call_a_new_callable(compiled, module):
+    torch.compile(lambda x: x - 1, backend="eager")(X)
 
 
-def after_a_changed_function(compiled, module):
-    module.activation = torch.cos
-    compiled(torch.ones(4, 4))
-
-
-def in_training_mode(compiled, module):
-    module.train()
-    compiled(torch.ones(4, 4))
-
-
-def after_a_changed_global(compiled, module):
-    globals()["FACTOR"] = 7
-    compiled(torch.ones(4, 4))
-
-
-def with_a_new_callable(compiled, module):
-    torch.compile(lambda x: x - 1, backend="eager")(torch.ones(4, 4))
-
-
-def with_a_graph_break(compiled, module):
-    def broken(x):
-        torch._dynamo.graph_break()
-        return x + 1
-
-    torch.compile(broken, backend="eager")(torch.ones(4, 4))
+def call_with_a_graph_break(compiled, module):
+    torch.compile(broken, backend="eager")(X)
 
 
 class Case(NamedTuple):
@@ -165,32 +100,36 @@ class Case(NamedTuple):
     kind: str = "recompile"
 
 
-CASES = [
-    Case(with_new_shape, "'x' size mismatch at index 0. expected 4, actual 3", "pad it"),
-    Case(with_new_rank, "'x' rank mismatch. expected 2, actual 3", "number of dimensions"),
-    Case(with_new_dtype, "'x' dtype mismatch. expected Float, actual Double", "convert it"),
-    Case(with_new_stride, "'x' stride mismatch at index 0. expected 4, actual 1", ".contiguous()"),
-    Case(on_another_device, "'x' is on another device: expected cpu, actual meta", "move it"),
-    Case(with_a_gradient, "'x' requires_grad mismatch", "detach it"),
-    Case(with_a_tensor_subclass, "'x' is a Parameter", "class of tensor of the warmup"),
-    Case(with_another_constant, "power is no longer 1", "warm up with the value that serves"),
-    Case(under_another_grad_mode, "grad mode changed", "same one, such as torch.no_grad()"),
-    Case(in_inference_mode, "grad mode changed (no_grad, inference_mode)", "torch.no_grad()"),
-    Case(with_a_tensor_of_inference_mode, "inference mode changed", "serve under the same one"),
-    Case(under_autocast, "autocast was switched", "same autocast setting"),
-    Case(inside_a_device_context, "torch function mode", "inside the same ones"),
-    Case(with_more_threads, "the thread count changed", "set_num_threads: set it before"),
-    Case(with_another_default_dtype, "the default dtype changed", "set it before the warmup"),
-    Case(with_another_determinism, "determinism setting changed", "set it before the warmup"),
-    Case(after_a_changed_attribute, "self.offset is no longer 1", "make it a tensor"),
-    Case(after_a_changed_list, "len(self.factors) is no longer 1", "make it a tensor"),
-    Case(after_a_changed_function, "self.activation has another object", "leave it as it was"),
-    Case(in_training_mode, "self.dropout.training is no longer False", "leave it as it was"),
-    Case(after_a_changed_global, "global FACTOR is no longer 2", "pass it as a tensor"),
-    Case(with_a_new_callable, "compile of <lambda>", "call it once in the warmup", "compile"),
-    Case(with_a_graph_break, "compile of broken", "call it once in the warmup", "compile"),
-]
-EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.change.__name__)
+X = torch.ones(4, 4)
+GRAD_X = torch.ones(4, 4, requires_grad=True)
+SET_BEFORE = "set it before the warmup"
+FIRST = "call it once in the warmup"
+CASES = {
+    "shape": Case(called(X[:3]), "'x' size mismatch at index 0. expected 4, actual 3", "pad it"),
+    "rank": Case(called(X[None]), "'x' rank mismatch. expected 2, actual 3", "of dimensions"),
+    "dtype": Case(called(X.double()), "dtype mismatch. expected Float, actual Double", "convert"),
+    "stride": Case(called(X.t()), "'x' stride mismatch at index 0. expected 4", ".contiguous()"),
+    "device": Case(called(X.to("meta")), "'x' is on another device: expected cpu", "move it"),
+    "gradient": Case(called(GRAD_X), "'x' requires_grad mismatch", "detach it"),
+    "subclass": Case(called(nn.Parameter(X)), "'x' is a Parameter", "class of tensor of the"),
+    "constant": Case(called(X, 2), "power is no longer 1", "warm up with the value that serves"),
+    "no_grad": Case(called(under=torch.no_grad), "grad mode changed", "such as torch.no_grad()"),
+    "inference mode": Case(called(under=torch.inference_mode), "grad mode changed", "no_grad()"),
+    "inference tensor": Case(called(of_inference_mode()), "inference mode changed", "the same one"),
+    "autocast": Case(called(under=bfloat16), "autocast was switched", "same autocast setting"),
+    "device context": Case(called(under=on_meta), "torch function mode", "inside the same ones"),
+    "threads": Case(called(under=one_more_thread), "the thread count changed", SET_BEFORE),
+    "default dtype": Case(called(under=float64), "the default dtype changed", SET_BEFORE),
+    "determinism": Case(called(under=deterministic), "determinism setting changed", SET_BEFORE),
+    "attribute": Case(after("offset = 5"), "self.offset is no longer 1", "make it a tensor"),
+    "list": Case(after("factors += [5]"), "len(self.factors) is no longer 1", "make it a tensor"),
+    "function": Case(after("activation = torch.cos"), "activation has another object", "leave it"),
+    "training": Case(after("train()"), "self.dropout.training is no longer False", "leave it"),
+    "global": Case(called(under=seven), "global FACTOR is no longer 2", "pass it as a tensor"),
+    "new callable": Case(call_a_new_callable, "compile of <lambda>", FIRST, "compile"),
+    "graph break": Case(call_with_a_graph_break, "compile of broken", FIRST, "compile"),
+}
+EACH_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +177,7 @@ def test_the_same_cause_is_logged_once_and_counted_each_time(caplog):
 
 def test_graph_breaks_are_counted_when_they_are_let_through():
     with no_compile(strict=False) as sentinel:
-        with_a_graph_break(None, None)
+        call_with_a_graph_break(None, None)
     assert sentinel.graph_breaks == 1
     assert sentinel.compiles == 2
 
@@ -339,9 +278,6 @@ def test_a_captured_graph_catches_another_thread_count_or_grad_mode_itself(graph
         graph.run(torch.ones(4, 4))
         with torch.enable_grad(), pytest.raises(ModeMismatch, match="grad_enabled"):
             graph.run(torch.ones(4, 4))
-        threads = torch.get_num_threads()
-        with restored(torch.set_num_threads, threads):
-            torch.set_num_threads(threads + 1)
-            with pytest.raises(ModeMismatch, match="threads"):
-                graph.run(torch.ones(4, 4))
+        with one_more_thread(), pytest.raises(ModeMismatch, match="threads"):
+            graph.run(torch.ones(4, 4))
     assert sentinel.events == ()

@@ -20,7 +20,7 @@ NAMES = "abcdef"
 
 @dataclass
 class Row:
-    """What the model knows of one request. ``tokens`` covers all reserved positions."""
+    """A request of the model. ``tokens`` covers all reserved positions."""
 
     salt: str | None
     tokens: list[int]
@@ -173,7 +173,8 @@ class ModelledPool:
         used = self.references().keys()
         assert all(a in used and b not in used and a > b > 0 for a, b in pairs)
         for a, b in pairs:
-            if self.pool.has_content(b):
+            assert self.pool.has_content(a) and self.pool.has_content(b) == (b in self.idle)
+            if b in self.idle:
                 self.cache[a], self.cache[b] = self.cache[b], self.cache[a]
             else:
                 self.cache[a], self.cache[b] = [None] * self.size, self.cache[a]

@@ -1,4 +1,4 @@
-"""A request served by a pool at once, and the copies of a pool performed at once."""
+"""Shortcuts: a request computed at once, and pending copies performed at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from compiled_attn.cache.blocks import BlockPool, BlockTable
 
 
 def perform_copies(pool: BlockPool) -> list[tuple[int, int]]:
-    """Says that all pending copies were performed, and returns them."""
-    return pool.pop_copies()
+    """Reports all pending copies as performed, and returns them."""
+    pairs = pool.pending_copies()
+    pool.copied(pairs)
+    return pairs
 
 
 def run(pool: BlockPool, name: str, tokens: list[int], salt: str | None = None) -> BlockTable:
-    """Add a request and compute all of its prompt."""
+    """Adds a request and computes all of its prompt."""
     table = pool.add(name, tokens, salt=salt)
     pool.reserve(name, len(tokens))
     perform_copies(pool)

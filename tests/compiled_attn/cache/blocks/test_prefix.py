@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from hashlib import blake2b
 from typing import Any
 
@@ -54,22 +53,6 @@ def test_the_key_depends_on_the_tokens_and_not_on_their_container() -> None:
     ]
     assert len({index.next_key(root, tokens) for tokens in forms}) == 1
     assert index.next_key(root, [0, 1, 2, 3], start=1) == index.next_key(root, [1, 2, 3])
-
-
-def test_tokens_that_a_weak_hash_confuses_have_different_keys() -> None:
-    index = PrefixIndex(block_size=2)
-    values = (
-        -2,
-        -1,
-        0,
-        1,
-        256,
-        2**31,
-        2**61 - 1,
-        2**62,
-    )  # hash(-1) == hash(-2), hash(2**61-1) == 0
-    keys = {index.next_key(index.root(), pair) for pair in itertools.product(values, repeat=2)}
-    assert len(keys) == len(values) ** 2
 
 
 def test_salts_keep_tenants_apart() -> None:
@@ -152,27 +135,6 @@ def test_a_key_that_cannot_be_used_is_refused(key: Any, error: Any, message: str
         PrefixIndex(1, key=key)
     with pytest.raises(error, match=message):
         BlockPool(2, 1, key=key)
-
-
-def test_of_two_thousand_parents_with_the_same_next_block_no_two_meet() -> None:
-    # A parent's key cut to one byte has 256 values, so that two of these would have to be equal;
-    # cut to two bytes, 2000 parents make 30 pairs that are.
-    index = PrefixIndex(2, key=b"fixed")
-    parents = [[first, second] for first in range(50) for second in range(40)]
-    for number, parent in enumerate(parents):
-        key = index.put(index.root(), token_bytes(parent), 1 + 2 * number)
-        assert match(index, [*parent, 7, 7]) == [1 + 2 * number]
-        index.put(key, token_bytes([7, 7]), 2 + 2 * number)
-    for number, parent in enumerate(parents):
-        assert match(index, [*parent, 7, 7]) == [1 + 2 * number, 2 + 2 * number]
-
-
-def test_of_two_thousand_salts_with_the_same_first_block_no_two_meet() -> None:
-    index = PrefixIndex(1, key=b"fixed")
-    for block in range(1, 2001):
-        assert match(index, [7], f"tenant {block}") == []
-        index.put(index.root(f"tenant {block}"), token_bytes([7]), block)
-    assert all(match(index, [7], f"tenant {block}") == [block] for block in range(1, 2001))
 
 
 # Duplicates: blocks with the same content

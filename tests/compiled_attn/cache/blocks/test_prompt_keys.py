@@ -1,4 +1,4 @@
-"""Keys of a prompt that waits: hashed once, and what is cached looked up anew each time."""
+"""Keys of a waiting prompt: hashed once, and looked up on every call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _pool(key: bytes = b"secret") -> BlockPool:
     return pool
 
 
-def test_a_prompt_is_hashed_once_however_often_it_is_asked_for(monkeypatch):
+def test_a_prompt_is_hashed_once_however_often_it_is_looked_up(monkeypatch):
     pool, hashed = _pool(), []
     key = PrefixIndex.next_key
     monkeypatch.setattr(

@@ -74,19 +74,6 @@ def test_committing_costs_only_the_blocks_that_became_full(monkeypatch: pytest.M
     assert table.num_computed == 60
 
 
-def test_content_that_is_already_found_elsewhere_keeps_its_first_block() -> None:
-    pool = BlockPool(num_blocks=20, block_size=2)
-    for name in ("a", "b"):
-        pool.add(name, [1, 2, 3, 4, 5])
-        pool.reserve(name, 5)
-    pool.commit("b", [1, 2, 3, 4, 5], 2)
-    pool.commit("a", [1, 2, 3, 4, 5], 5)
-    assert pool.add("c", [1, 2, 3, 4, 5]).blocks == [4, 2]
-    pool.free("a")  # its duplicate of the first block is free, its second block cached
-    pool.add("d")
-    assert pool.reserve("d", 4) == [1, 3]
-
-
 def test_what_is_withdrawn_is_never_found_nor_what_follows_it() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(10))
@@ -102,18 +89,6 @@ def test_what_is_withdrawn_is_never_found_nor_what_follows_it() -> None:
     assert (pool.stats().cached, pool.stats().free) == (0, 19)
 
 
-@pytest.mark.parametrize("end", ["free", "preempt"])
-def test_nothing_withdrawn_stays_cached_when_its_request_leaves(end: str) -> None:
-    pool = BlockPool(num_blocks=20, block_size=2)
-    tokens = list(range(8))
-    run(pool, "a", tokens)
-    pool.withdraw("a")
-    getattr(pool, end)("a")
-    assert (pool.stats().cached, pool.stats().free) == (0, 19)
-    assert run(pool, "a", tokens).num_cached_tokens == 0  # the same name begins anew
-    assert pool.add("b", tokens).num_cached_tokens == 6
-
-
 def test_blocks_before_the_first_that_is_withdrawn_are_found_as_before() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(8))
@@ -123,61 +98,6 @@ def test_blocks_before_the_first_that_is_withdrawn_are_found_as_before() -> None
     assert pool.add("b", tokens).num_cached_tokens == 4
     with pytest.raises(ValueError, match="first >= 0"):
         pool.withdraw("b", first=-1)
-
-
-def test_a_fork_of_a_request_that_was_withdrawn_is_never_found_either() -> None:
-    pool = BlockPool(num_blocks=20, block_size=2)
-    tokens = list(range(8))
-    pool.add("a", tokens)
-    pool.reserve("a", 8)
-    pool.commit("a", tokens, 3)
-    pool.withdraw("a")
-    pool.fork("a", "b")
-    pool.free("a")
-    pool.commit("b", tokens, 8)
-    pool.fork("b", "c")
-    assert pool.add("d", tokens).num_cached_tokens == 0
-    for name in "bcd":
-        pool.free(name)
-    assert pool.stats().cached == 0
-
-
-def test_who_holds_a_withdrawn_block_keeps_it_until_the_end() -> None:
-    pool = BlockPool(num_blocks=20, block_size=2)
-    tokens = list(range(8))
-    run(pool, "a", tokens)
-    shared = pool.add("b", tokens).blocks
-    pool.withdraw("a")
-    pool.free("a")
-    assert pool.table("b").blocks == shared and len(shared) == 3
-    assert pool.add("c", tokens).num_cached_tokens == 0
-    pool.free("b")
-    assert pool.stats().cached == 0
-
-
-def test_an_equal_block_of_another_request_is_found_instead_of_a_withdrawn_one() -> None:
-    pool = BlockPool(num_blocks=20, block_size=2)
-    tokens = list(range(4))
-    for name in ("a", "same"):
-        pool.add(name, tokens)
-        pool.reserve(name, 4)
-    pool.commit("a", tokens, 4)
-    pool.commit("same", tokens, 4)
-    pool.withdraw("a")
-    assert pool.add("c", [*tokens, 4]).blocks == pool.table("same").blocks
-
-
-def test_a_withdrawn_duplicate_does_not_come_back_when_the_block_that_is_found_goes() -> None:
-    pool = BlockPool(num_blocks=20, block_size=2)
-    tokens = list(range(4))
-    for name in ("a", "same"):
-        pool.add(name, tokens)
-        pool.reserve(name, 4)
-    pool.commit("a", tokens, 4)
-    pool.commit("same", tokens, 4)
-    pool.withdraw("same")
-    pool.withdraw("a")
-    assert pool.add("c", [*tokens, 4]).num_cached_tokens == 0
 
 
 def test_free_blocks_are_taken_before_cached_ones_are_evicted() -> None:
@@ -203,19 +123,7 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     assert [pool.append("x")[0] for _ in range(6)] == [3, 2, 1, 6, 5, 4]
 
 
-def test_using_a_cached_chain_again_makes_it_the_most_recent() -> None:
-    pool = BlockPool(num_blocks=7, block_size=1)
-    run(pool, "old", [1, 2, 3])
-    run(pool, "new", [7, 8, 9])
-    pool.free("old")
-    pool.free("new")
-    assert pool.add("again", [1, 2, 3]).blocks == [1, 2]
-    pool.free("again")
-    pool.add("x")
-    assert [pool.append("x")[0] for _ in range(6)] == [3, 6, 5, 4, 2, 1]
-
-
-def run_side_by_side(pool: BlockPool, *prompts: list[int]) -> None:
+def run_together(pool: BlockPool, *prompts: list[int]) -> None:
     """Requests 0, 1, ... that all start before the first of them is computed."""
     for number, prompt in enumerate(prompts):
         pool.add(number, prompt)
@@ -224,9 +132,9 @@ def run_side_by_side(pool: BlockPool, *prompts: list[int]) -> None:
         pool.commit(number, prompt, len(prompt))
 
 
-def test_content_that_somebody_still_holds_is_found_after_its_first_block_was_evicted() -> None:
+def test_a_duplicate_in_use_is_found_after_the_first_block_was_evicted() -> None:
     pool = BlockPool(num_blocks=7, block_size=1)
-    run_side_by_side(pool, [1, 2], [1, 2, 3])  # blocks 1, 2 and their duplicates 3, 4; block 5
+    run_together(pool, [1, 2], [1, 2, 3])  # blocks 1, 2 and their duplicates 3, 4; block 5
     pool.free(0)
     pool.add("x")
     assert [pool.append("x")[0] for _ in range(3)] == [6, 2, 1]
@@ -235,7 +143,7 @@ def test_content_that_somebody_still_holds_is_found_after_its_first_block_was_ev
 
 def test_a_prefix_is_not_evicted_before_what_follows_its_duplicate() -> None:
     pool = BlockPool(num_blocks=6, block_size=1)
-    run_side_by_side(pool, [1, 2], [1, 2, 3])
+    run_together(pool, [1, 2], [1, 2, 3])
     pool.free(0)
     pool.free(1)  # its duplicates are free; 1 and 2 were used as recently as 5, which needs them
     pool.add("x")

@@ -1,18 +1,12 @@
 from __future__ import annotations
 
 import random
-import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.states import BlockSet, BlockStates
 from tests.compiled_attn.state import state_of
-from tests.compiled_attn.work import lines_run
 
 
 def taken(count: int, num_blocks: int = 20) -> BlockStates:
@@ -53,47 +47,9 @@ def test_a_set_agrees_with_the_built_in_one_over_random_calls() -> None:
 # States
 
 
-def test_the_lowest_free_block_is_taken() -> None:
-    states = taken(5)
-    states.release(5)
-    states.release(2)
-    assert [states.take() for _ in range(3)] == [2, 5, 6]
-    assert (states.num_free, states.num_used, states.num_cached) == (13, 6, 0)
-
-
-def test_a_cached_block_is_not_taken_and_has_content() -> None:
-    states = taken(3)
-    states.cache(1)
-    states.release(2)
-    assert [states.has_content(block) for block in (1, 2, 3, 4)] == [True, False, True, False]
-    assert (states.num_used, states.num_cached, states.num_free) == (1, 1, 17)
-    assert states.take() == 2
-    states.use(1)
-    assert states.num_used == 3
-
-
-def test_the_highest_used_block_is_exact_and_the_high_water_mark_stays() -> None:
-    states = BlockStates(20)
-    assert (states.highest_used, states.high_water) == (0, 0)
-    states = taken(5)
-    states.cache(5)
-    assert states.highest_used == 4
-    states.release(4)
-    assert (states.highest_used, states.high_water) == (3, 5)
-    states.exchange([(19, 3)])
-    assert (states.highest_used, states.high_water) == (19, 19)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s: s.use(1), "expected a block that is free or cached, got block 1, which is used"),
-        (lambda s: s.cache(2), "expected a block that is used, got block 2, which is cached"),
-        (lambda s: s.cache(9), "expected a block that is used, got block 9, which is free"),
-        (lambda s: s.release(9), "expected a block that is used or cached, got block 9, which is"),
-        (lambda s: s.use(0), "expected block >= 1, got 0"),
-        (lambda s: s.release(-1), "expected block >= 1, got -1"),
-        (lambda s: s.release(20), "expected block < 20, got 20"),
         (lambda s: s.has_content(0), "expected block >= 1, got 0"),
         (lambda s: s.exchange([(1, 9), (0, 2)]), "expected block >= 1, got 0"),
         (lambda s: s.exchange([(1, 9), (-1, 2)]), "expected block >= 1, got -1"),
@@ -113,173 +69,3 @@ def test_bad_input_is_named_and_changes_nothing(
     with pytest.raises(ValueError, match=message):
         call(states)
     assert state_of(states) == before
-
-
-def test_taking_a_block_when_none_is_free_is_an_error_that_changes_nothing() -> None:
-    states = taken(3, num_blocks=4)
-    states.cache(1)
-    before = state_of(states)
-    with pytest.raises(RuntimeError, match="expected a free block, got 2 used and 1 cached of 3"):
-        states.take()
-    assert state_of(states) == before
-
-
-def test_the_highest_used_blocks_are_paired_with_the_lowest_that_are_not() -> None:
-    states = taken(9)
-    for block in (1, 3, 4):
-        states.release(block)
-    states.cache(2)
-    assert states.compaction(0) == []
-    assert states.compaction(2) == [(9, 1), (8, 2)]
-    assert states.compaction(100) == [(9, 1), (8, 2), (7, 3), (6, 4)]
-    states.exchange(states.compaction(100))
-    assert states.highest_used == states.num_used == 5
-    assert states.compaction(100) == []
-
-
-def test_exchanging_twice_restores_all_states() -> None:
-    states = taken(6)
-    states.cache(2)
-    states.release(3)
-    before = state_of(states)
-    assert states.exchange(iter([(2, 6), (5, 3), (1, 4)])) == [(2, 6), (5, 3), (1, 4)]
-    assert [states.has_content(block) for block in range(1, 7)] == [True] * 4 + [False, True]
-    assert states.highest_used == 4
-    states.exchange([(6, 2), (3, 5), (4, 1)])
-    assert state_of(states) == before
-
-
-def test_a_pool_renames_moved_blocks_in_its_tables_and_allocates_the_lowest() -> None:
-    pool = BlockPool(num_blocks=10, block_size=1)
-    for name in "abc":
-        pool.add(name)
-        pool.reserve(name, 2)
-    pool.free("a")
-    pairs = pool.compaction(8)
-    assert pairs == [(6, 1), (5, 2)]
-    pool.exchange(pairs)
-    assert pool.table("c").blocks == pool.table("c").array[:2].tolist() == [2, 1]
-    assert (pool.highest_used, pool.stats().highest_used, pool.stats().high_water) == (4, 4, 6)
-    assert pool.num_exchanges == 1
-    pool.add("d")
-    assert pool.reserve("d", 3) == [5, 6, 7]
-    pool.free("c")
-    pool.add("e")
-    assert pool.reserve("e", 3) == [1, 2, 8]
-
-
-# Cost: lines of Python executed, and the size of what they touch. No time is measured.
-
-
-def scattered(num_blocks: int) -> BlockStates:
-    states = BlockStates(num_blocks)
-    for _ in range(num_blocks - 1):
-        states.take()
-    for block in range(1, num_blocks, 3):
-        states.release(block)
-    return states
-
-
-def test_a_million_blocks_are_made_in_bulk() -> None:
-    assert lines_run(lambda: BlockStates(10**6)) < lines_run(lambda: BlockStates(10)) + 20
-    tracemalloc.start()
-    states = BlockStates(10**6)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 8 * states.num_blocks
-
-
-def test_operations_cost_the_same_at_a_hundred_thousand_blocks_but_for_one_level() -> None:
-    small, large = scattered(1000), scattered(10**5)
-    calls: list[Callable[[BlockStates], object]] = [
-        lambda s: s.take(),
-        lambda s: s.use(1000 - 3),
-        lambda s: s.release(500),
-        lambda s: s.cache(503),
-        lambda s: s.compaction(8),
-        lambda s: s.exchange(s.compaction(8)),
-        lambda s: s.highest_used,
-    ]
-    for call in calls:
-        cheap, dear = lines_run(lambda c=call: c(small)), lines_run(lambda c=call: c(large))
-        assert dear <= 2.2 * cheap + 8
-    # What a line touches does not grow either: two levels of words of 1024 bits, to a million.
-    assert len(large._sets[0]._levels) == 2
-    levels = BlockStates(10**6)._sets[0]._levels
-    assert [len(words) for words in levels] == [977, 1]
-    assert max(word.bit_length() for words in levels for word in words) <= 1024
-
-
-def test_planning_costs_by_the_moves_and_not_by_the_pool() -> None:
-    states = scattered(10**5)
-    few, many = lines_run(lambda: states.compaction(10)), lines_run(lambda: states.compaction(100))
-    assert many < 12 * few
-    assert len(states.compaction(100)) == 100
-
-
-# Any sequence of calls, against a dict
-
-
-class BlockStatesMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(2, 12))
-    def make(self, num_blocks: int) -> None:
-        self.states = BlockStates(num_blocks)
-        self.model = dict.fromkeys(range(1, num_blocks), "free")
-        self.high_water = 0
-
-    def blocks(self, *states: str) -> list[int]:
-        return [block for block, state in self.model.items() if state in states]
-
-    @precondition(lambda self: self.blocks("free"))
-    @rule()
-    def take(self) -> None:
-        block = min(self.blocks("free"))
-        assert self.states.take() == block
-        self.model[block] = "used"
-
-    @rule(pick=st.integers(0, 99), state=st.sampled_from(["used", "cached", "free"]))
-    def change(self, pick: int, state: str) -> None:
-        sources = {"used": ("free", "cached"), "cached": ("used",), "free": ("used", "cached")}
-        block = pick % len(self.model) + 1
-        change = {"used": self.states.use, "cached": self.states.cache, "free": self.states.release}
-        if self.model[block] in sources[state]:
-            change[state](block)
-            self.model[block] = state
-        else:
-            before = state_of(self.states)
-            with pytest.raises(ValueError, match=f"got block {block}, which is"):
-                change[state](block)
-            assert state_of(self.states) == before
-
-    @rule(limit=st.integers(0, 8), part=st.integers(0, 2))
-    def compact(self, limit: int, part: int) -> None:
-        pairs = zip(sorted(self.blocks("used"))[::-1], self.blocks("free", "cached"), strict=False)
-        expected = [(a, b) for a, b in pairs if a > b][:limit]
-        assert self.states.compaction(limit) == expected
-        self.exchange(expected[part:])
-
-    @rule(data=st.data())
-    def shuffle(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.permutations(range(1, len(self.model) + 1)))
-        count = data.draw(st.integers(0, len(blocks) // 2))
-        self.exchange([(blocks[2 * i], blocks[2 * i + 1]) for i in range(count)])
-
-    def exchange(self, pairs: list[tuple[int, int]]) -> None:
-        self.states.exchange(pairs)
-        for a, b in pairs:
-            self.model[a], self.model[b] = self.model[b], self.model[a]
-
-    @invariant()
-    def both_agree(self) -> None:
-        used, states = self.blocks("used"), self.states
-        self.high_water = max([self.high_water, *used])
-        assert (states.num_used, states.num_cached) == (len(used), len(self.blocks("cached")))
-        assert states.num_free == len(self.blocks("free"))
-        assert states.highest_used == max(used, default=0)
-        assert states.high_water == self.high_water
-        for block, state in self.model.items():
-            assert states.has_content(block) == (state != "free")
-
-
-TestBlockStates = BlockStatesMachine.TestCase
-TestBlockStates.settings = settings(stateful_step_count=40)

@@ -169,7 +169,7 @@ TestPool.settings = settings(stateful_step_count=40)
 
 @dataclass
 class Scheduler:
-    """An allocator of its own, which hands out any free block, and the model of its requests."""
+    """Another allocator, which takes any free block, and the model of its requests."""
 
     blocks: int
     held: dict[str, list[int]] = field(default_factory=dict)
@@ -193,18 +193,18 @@ class LogicalBlocksMachine(RuleBasedStateMachine):
 
     @rule(
         finished=st.sets(st.sampled_from(NAMES)),
-        wanted=st.dictionaries(st.sampled_from(NAMES), st.lists(PICK, max_size=4), max_size=3),
+        added=st.dictionaries(st.sampled_from(NAMES), st.lists(PICK, max_size=4), max_size=3),
         shared=st.lists(st.tuples(PICK, PICK), max_size=2),
     )
     def update(
-        self, finished: set[str], wanted: dict[str, list[int]], shared: list[tuple[int, int]]
+        self, finished: set[str], added: dict[str, list[int]], shared: list[tuple[int, int]]
     ) -> None:
         scheduler = self.scheduler
         finished &= scheduler.held.keys()
         free = scheduler.free(finished)
         rest = {name: row for name, row in scheduler.held.items() if name not in finished}
         new: dict[str, list[int]] = {}
-        for name, picks in wanted.items():
+        for name, picks in added.items():
             count = min(len(picks), len(free))
             new[name] = [free.pop(pick % len(free)) for pick in picks[:count]]
         fresh = [block for blocks in new.values() for block in blocks]
@@ -290,26 +290,6 @@ def test_a_soak_run_sees_every_kind_of_event_and_moves_blocks(soak):
     totals, stats = run.defragmenter.totals, run.pool.stats()
     assert totals.moves > totals.swaps > 100
     assert min(stats.copies, stats.evictions, stats.hit_tokens, run.counts["due"]) > 20
-
-
-@pytest.mark.parametrize("harm", ["content", "block", "count"])
-def test_a_soak_run_ends_with_an_error_where_something_is_wrong(soak, harm, monkeypatch, capsys):
-    check = soak.Soak.check
-
-    def harmed(run):
-        block = run.pool.table(next(name for name, s in run.streams.items() if s.length)).blocks[0]
-        if harm == "content":
-            run.cache[0][block * run.size] += 1
-        elif harm == "block":
-            run.pool.exchange([(block, block % (run.pool.num_blocks - 1) + 1)])
-        else:
-            run.pool._blocks.refs[block] += 1
-        check(run)
-
-    monkeypatch.setattr(soak.Soak, "check", harmed)
-    monkeypatch.setattr(sys, "argv", ["soak.py", "--events", "2000"])
-    assert soak.main() == 1
-    assert "violation after" in capsys.readouterr().err
 
 
 def backends() -> list[object]:

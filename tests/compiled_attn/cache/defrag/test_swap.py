@@ -145,7 +145,7 @@ def test_no_pairs_and_padding_run_nothing(runs):
     assert equal(contents(list(cache.buffers())), before)
 
 
-def test_padding_leaves_every_place_as_it_is_even_null_blocks_of_nan():
+def test_padding_changes_no_block_even_if_the_null_block_is_nan():
     cache = small_cache()
     for tensor in cache.buffers():
         tensor[:4] = torch.nan

@@ -89,7 +89,7 @@ def test_a_bad_request_is_refused_once_and_restarts_nothing(command, path, body,
     assert command.replicas() == processes
 
 
-def test_more_than_a_replica_has_room_for_is_told_to_come_again(command):
+def test_a_full_replica_responds_429(command):
     async def flood(count: int) -> list:
         client = openai.AsyncOpenAI(
             base_url=f"{command.url}/v1", api_key="none", max_retries=0, timeout=240

@@ -102,7 +102,7 @@ def test_streams_that_had_begun_end_with_an_error_that_names_the_replica(command
             list(stream)
 
 
-def test_a_signal_lets_what_was_asked_be_answered_and_ends_all(command):
+def test_a_signal_finishes_open_requests_and_stops_all_processes(command):
     processes = command.processes()
 
     async def both() -> list:

@@ -131,7 +131,7 @@ def test_loads_are_those_of_open_routes_and_none_is_above_the_limit(happened, ma
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(prompts, max_size=30), st.integers(1, 8))
-def test_recent_blocks_are_bounded_and_keep_beginnings_before_ends(used, most):
+def test_recent_blocks_are_bounded_and_evict_ends_before_beginnings(used, most):
     recent, oracle = RecentBlocks(most), OrderedDict()
     for keys in used:
         recent.use(keys)

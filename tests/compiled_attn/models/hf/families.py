@@ -1,4 +1,4 @@
-"""Small random models of every family that `AutoModelForCausalLM` knows."""
+"""Small random models of every family of `AutoModelForCausalLM`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _DECODERS = (
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
     "roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl"
 )
-# What a family needs beside its sizes, to fit together or to show what is particular about it.
+# Settings that a family needs besides its sizes, to fit together or to show its particularities.
 _PARTICULAR: dict[str, dict[str, Any]] = {
     **{family: _DECODER for family in _DECODERS.split()},
     "bailing_hybrid": {"num_hidden_layers": 6},

@@ -1,4 +1,4 @@
-"""A survey of the families that are served as `generate` does.
+"""Surveys which families the engine serves with the tokens of `generate`.
 
 ``python -m tests.compiled_attn.models.hf.survey`` writes benchmarks/results/model_families.md.
 """
@@ -21,6 +21,7 @@ from transformers.utils import logging as hf_logging
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.models.hf import ModelRefused, cache_for
 from tests.compiled_attn.models.hf.families import FAMILIES, small_model
+from tests.compiled_attn.tiny import plain_generate
 
 PAGE = Path(__file__).parents[4] / "benchmarks" / "results" / "model_families.md"
 KERNELS = ("portable", "native")
@@ -38,8 +39,8 @@ _RESULTS = {heading: result for result, heading in _HEADINGS.items()}
 _MARKER = "<!-- written by python -m tests.compiled_attn.models.hf.survey -->"
 
 
-class Outcome(NamedTuple):
-    """What became of a family: "equal", "refused", "not built" or "wrong"; and a note on it."""
+class FamilyResult(NamedTuple):
+    """The result of a family ("equal", "refused", "not built", "wrong") and a note."""
 
     family: str
     result: str
@@ -48,15 +49,6 @@ class Outcome(NamedTuple):
     def row(self) -> str:
         """A row of the page's tables."""
         return f"| {self.family} | {FAMILIES[self.family]} | {self.note} |"
-
-
-def plain_generate(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens of `generate`."""
-    ids = torch.tensor([list(prompt)])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 def serve(model: PreTrainedModel, kernel: str) -> tuple[list[list[int]], list[list[int]]]:
@@ -74,72 +66,68 @@ def serve(model: PreTrainedModel, kernel: str) -> tuple[list[list[int]], list[li
     engine = Engine(model, config)
     engine.warmup()
     results = engine.generate(_PROMPTS, SamplingParams(max_new_tokens=_NEW, ignore_eos=True))
-    served = {result.index: list(result.tokens) for result in results}
-    return expected, [served[place] for place in range(len(_PROMPTS))]
+    by_index = {result.index: list(result.tokens) for result in results}
+    return expected, [by_index[index] for index in range(len(_PROMPTS))]
 
 
-def outcome(family: str, kernels: Iterable[str] = KERNELS) -> Outcome:
+def survey_family(family: str, kernels: Iterable[str] = KERNELS) -> FamilyResult:
     """Builds a small model of a family, and serves it with each kernel."""
     try:
         model = small_model(family)
     except Exception as error:  # configurations fail in their own ways
-        return Outcome(family, "not built", _words(error))
+        return FamilyResult(family, "not built", _words(error))
     try:
         note = _note(model)
         for kernel in kernels:
-            expected, served = serve(model, kernel)
+            expected, tokens = serve(model, kernel)
             model.set_attn_implementation("eager")
-            if served != expected:
-                return Outcome(family, "wrong", f"{kernel}: {served} for {expected}")
+            if tokens != expected:
+                return FamilyResult(family, "wrong", f"{kernel}: {tokens} for {expected}")
     except ModelRefused as error:
-        return Outcome(family, "refused", _reason(error))
-    return Outcome(family, "equal", note)
+        return FamilyResult(family, "refused", _reason(error))
+    return FamilyResult(family, "equal", note)
 
 
-def tables(outcomes: Sequence[Outcome]) -> str:
-    """What the page says after its marker."""
-    found = Counter(each.result for each in outcomes)
+def tables(results: Sequence[FamilyResult]) -> str:
+    """The part of the page after its marker."""
+    found = Counter(each.result for each in results)
     counts = ", ".join(f"{found[result]} {result}" for result in _HEADINGS)
-    lines = [f"transformers {transformers.__version__}, {len(outcomes)} families: {counts}.", ""]
+    lines = [f"transformers {transformers.__version__}, {len(results)} families: {counts}.", ""]
     for result, heading in _HEADINGS.items():
-        rows = [each.row() for each in outcomes if each.result == result]
+        rows = [each.row() for each in results if each.result == result]
         if rows:
             lines += [f"### {heading}", "", "| family | model | note |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
-def write(outcomes: Sequence[Outcome]) -> None:
-    """Puts the tables behind the page's marker."""
+def write(results: Sequence[FamilyResult]) -> None:
+    """Replaces the tables after the page's marker."""
     prose, marker, _ = PAGE.read_text().partition(_MARKER)
-    PAGE.write_text(f"{prose}{marker}\n\n{tables(outcomes)}")
+    PAGE.write_text(f"{prose}{marker}\n\n{tables(results)}")
 
 
-def listed(family: str) -> Outcome:
-    """What the page says of a family.
-
-    Raises:
-        ValueError: it says nothing of it, or more than once.
-    """
-    rows: list[Outcome] = []
+def listed(family: str) -> FamilyResult:
+    """The result of a family on the page; ValueError unless it is listed exactly once."""
+    rows: list[FamilyResult] = []
     result = ""
     for line in PAGE.read_text().partition(_MARKER)[2].splitlines():
         result = _RESULTS.get(line.removeprefix("### "), result)
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] == family:
-            rows.append(Outcome(family, result, cells[2]))
+            rows.append(FamilyResult(family, result, cells[2]))
     (row,) = rows
     return row
 
 
 def quiet() -> None:
-    """Keeps what models and engines say of tiny configurations off the terminal."""
+    """Silences warnings about tiny configurations."""
     warnings.filterwarnings("ignore")
     hf_logging.set_verbosity_error()
     logging.getLogger("compiled_attn").setLevel(logging.ERROR)
 
 
 def _note(model: PreTrainedModel) -> str:
-    """What is particular about what its layers keep."""
+    """Properties of the cache of its layers."""
     shapes = cache_for(model, 2, 4).shapes
     shared = sum(shape.same_as is not None for shape in shapes)
     own = {shape[:3] for shape in shapes}
@@ -171,12 +159,12 @@ def main() -> int:
     """Writes the tables; 1 if any family is wrong."""
     quiet()
     torch.set_num_threads(1)
-    outcomes = []
+    results = []
     for family in FAMILIES:
-        outcomes.append(outcome(family))
-        print(*outcomes[-1], sep=": ", file=sys.stderr, flush=True)
-    write(outcomes)
-    return int(any(each.result == "wrong" for each in outcomes))
+        results.append(survey_family(family))
+        print(*results[-1], sep=": ", file=sys.stderr, flush=True)
+    write(results)
+    return int(any(each.result == "wrong" for each in results))
 
 
 if __name__ == "__main__":

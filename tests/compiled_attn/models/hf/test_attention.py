@@ -1,4 +1,4 @@
-"""Multi-head latent attention keeps latents, and computes what the expanded layout computes."""
+"""Multi-head latent attention stores latents, and computes what expanded keys compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.models.hf.attention import absorb, latent_shape
 from compiled_attn.step import PartsLayout, TableLayout
 from tests.compiled_attn.models.hf.families import small_model
-from tests.compiled_attn.models.hf.survey import plain_generate, serve
+from tests.compiled_attn.models.hf.survey import serve
+from tests.compiled_attn.tiny import plain_generate
 
 MLA = ["deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3"]
 
@@ -18,20 +19,17 @@ MLA = ["deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3"]
 @pytest.mark.parametrize("family", MLA)
 def test_the_cache_of_latent_attention_is_one_head_of_latents(family):
     model = small_model(family)
-    cache, expanded = cache_for(model, 4, 4), cache_for(model, 4, 4, latent=False)
-    assert set(cache.shapes) == {KVShape(1, 32 + 8, None)}
-    assert not cache.has_value and expanded.has_value
-    assert cache.bytes_per_block * 4 == expanded.bytes_per_block  # (32 + 8) to 4 * (24 + 16)
+    cache = cache_for(model, 4, 4)
+    assert set(cache.shapes) == {KVShape(1, 32 + 8, None)} and not cache.has_value
 
 
 @pytest.mark.parametrize("family", MLA)
 @pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
-@pytest.mark.parametrize("is_latent", [False, True])
-def test_both_forms_pass_the_equality_with_the_unmodified_model(family, layout, is_latent, request):
+def test_latents_pass_the_equality_with_the_unmodified_model(family, layout, request):
     if layout is TableLayout:
         request.getfixturevalue("ops")
     model = small_model(family)
-    PagedCausalLM(model, cache_for(model, 8, 4, latent=is_latent), layout(8, 4, 2))
+    PagedCausalLM(model, cache_for(model, 8, 4), layout(8, 4, 2))
 
 
 def test_absorbed_scores_and_values_are_those_of_the_expanded_keys():
@@ -69,5 +67,5 @@ def test_an_engine_serves_latents_with_shared_prefixes(kernel, request):
     if kernel == "native":
         request.getfixturevalue("ops")
     model = small_model("deepseek_v3")
-    expected, served = serve(model, kernel)
-    assert served == expected
+    expected, tokens = serve(model, kernel)
+    assert tokens == expected

@@ -18,7 +18,7 @@ def _paged(model, layout=PartsLayout, kv_dtype=None):
 
 
 def previous_token(model):
-    """The first layer also adds what it got for the row before, whosever that is."""
+    """The first layer also adds its input of the previous row, of any request."""
     layer = model.model.layers[0]
     plain = type(layer).forward
 

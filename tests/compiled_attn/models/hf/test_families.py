@@ -13,11 +13,9 @@ from tests.compiled_attn.models.hf.families import FAMILIES
 from tests.compiled_attn.models.hf.survey import (
     KERNELS,
     PAGE,
-    Outcome,
     listed,
-    outcome,
     quiet,
-    tables,
+    survey_family,
 )
 
 # Plain, windows, latents, layers of several shapes, shared keys, experts, sinks, no keywords handed
@@ -40,7 +38,7 @@ def few_words():
 
 
 def _check(family: str) -> None:
-    found = outcome(family, KERNELS)
+    found = survey_family(family, KERNELS)
     assert found.result != "wrong", found.note
     if transformers.__version__ in PAGE.read_text():
         assert found == listed(family), (
@@ -63,10 +61,3 @@ def test_the_page_lists_every_family_once_and_none_as_wrong():
     assert {family: listed(family).result != "wrong" for family in FAMILIES} == dict.fromkeys(
         FAMILIES, True
     )
-
-
-def test_the_tables_count_what_they_list():
-    outcomes = [Outcome("llama", "equal", ""), Outcome("mamba", "refused", "with a reason")]
-    text = tables(outcomes)
-    assert "2 families: 1 equal, 1 refused, 0 not built, 0 wrong." in text
-    assert "| mamba | MambaForCausalLM | with a reason |" in text

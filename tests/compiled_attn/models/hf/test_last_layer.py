@@ -68,8 +68,8 @@ def steps(draw):
     made = []
     cuts = [draw(st.integers(1, length - 1)) for length in texts]
     for spans in ([(0, cut) for cut in cuts], [*zip(cuts, texts, strict=True)]):
-        wanted = [draw(st.integers(0, min(3, end - begin))) for begin, end in spans]
-        made.append([*zip(spans, wanted, strict=True)])
+        counts = [draw(st.integers(0, min(3, end - begin))) for begin, end in spans]
+        made.append([*zip(spans, counts, strict=True)])
     return made, draw(st.integers(0, 3))
 
 
@@ -89,13 +89,13 @@ def test_rows_have_the_logits_of_the_model_by_itself(ops, llama, made):
     for buffer in module.cache.buffers():
         buffer.fill_(torch.nan)[:SIZE] = 0
     for step in parts:
-        requests, wanted = [], []
+        requests, rows = [], []
         for i, ((begin, end), count) in enumerate(step):
             tokens = text[i, begin:end].tolist()
             requests.append(Request(tokens, begin, TABLES[i], num_logits=count))
-            wanted.append(expected[i, end - count : end])
+            rows.append(expected[i, end - count : end])
         logits = run(module, requests, extra)
-        torch.testing.assert_close(logits, torch.cat(wanted), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(logits, torch.cat(rows), atol=2e-5, rtol=2e-5)
 
 
 @given(steps())
@@ -107,7 +107,7 @@ def test_rows_read_what_their_tokens_see(made):
         ]
         plan = BatchBuilder(BLOCKS, SIZE).plan_tables(requests)
         batch = plan.fill({axis: size + made[1] for axis, size in plan.need.items()}, WIDTH)
-        few = batch.wanted(SIZE)
+        few = batch.logits_metadata(SIZE)
         seen = [
             (end - count + n + 1, TABLES[i][: -(-end // SIZE)])
             for i, ((_, end), count) in enumerate(step)
@@ -124,7 +124,8 @@ def test_rows_read_what_their_tokens_see(made):
 
 
 def test_a_step_of_padding_alone_sees_nothing():
-    assert TableLayout(8, 4, 2).padding({"tokens": 6, "requests": 3}).wanted(4).seq_lens.eq(0).all()
+    padding = TableLayout(8, 4, 2).padding({"tokens": 6, "requests": 3})
+    assert padding.logits_metadata(4).seq_lens.eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.int8])

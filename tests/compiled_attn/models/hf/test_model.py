@@ -45,8 +45,8 @@ def test_logits_of_chunks_and_decodes_equal_the_unmodified_model(family):
         batch = builder.build(requests, {axis: n + 3 for axis, n in need.items()})
         with torch.no_grad():
             logits = module(*batch)[: need["logits"]]
-        wanted = torch.cat([expected[i][a:b] for i, a, b in step])
-        torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=2e-5)
+        rows = torch.cat([expected[i][a:b] for i, a, b in step])
+        torch.testing.assert_close(logits, rows, atol=2e-5, rtol=2e-5)
 
 
 def test_the_model_refuses_to_run_without_the_paged_step():

@@ -1,4 +1,4 @@
-"""Layers share compiled code only where they are alike, and any model is captured as it is."""
+"""Only layers that are alike share compiled code, and any model is captured as it is."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 LAYERS, BLOCKS, SIZE, WIDTH = 3, 8, 4, 6
 
 
-def paged(family="llama", change=lambda layer: None, number=1) -> PagedCausalLM:
+def paged(family="llama", change=lambda layers: None) -> PagedCausalLM:
+    """A model of three layers, to which a change was made before."""
     types = FAMILIES[family].get("layer_types")
     sizes = {"layer_types": [*types, types[0]]} if types else {}
     model = tiny_model(family, num_hidden_layers=LAYERS, **sizes)
-    change(model.model.layers[number])
+    change(model.model.layers)
     return PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
 
 
@@ -84,34 +85,27 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.weight.scale
 
 
-def test_attributes_of_parameters_are_told_apart():
-    def change(layers):
-        for number, layer in enumerate(layers):
-            layer.mlp.up_proj.__class__, layer.mlp.up_proj.weight.scale = Scaled, 1.0 + number
-
-    check_all_differ(change)
-
-
 class Shared:
     count = 0
 
 
 class Counting(nn.SiLU):
-    """Hands Python state on to the next layer."""
+    """Passes Python state to the next layer."""
 
     def forward(self, x):
         self.shared.count = (self.shared.count + 1) % LAYERS
         return super().forward(x) * (1 + self.shared.count)
 
 
-def test_layers_that_write_to_python_objects_are_computed_as_they_are():
-    model, shared = tiny_model("llama", num_hidden_layers=LAYERS), Shared()
-    for layer in model.model.layers:
+def count_calls(layers):
+    shared = Shared()
+    for layer in layers:
         layer.mlp.act_fn = Counting()
         layer.mlp.act_fn.shared = shared
-    check_captured(
-        PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
-    )
+
+
+def test_layers_that_write_to_python_objects_are_computed_as_they_are():
+    check_captured(paged(change=count_calls))
 
 
 def constant_class(number):
@@ -126,20 +120,20 @@ class ByClass(nn.SiLU):
         return super().forward(x) * self.kind.scale
 
 
-def test_classes_of_one_name_are_told_apart():
-    def change(layers):
-        for number, layer in enumerate(layers):
-            layer.mlp.act_fn = ByClass()
-            layer.mlp.act_fn.kind = constant_class(number)
-
-    check_all_differ(change)
+def scale_weights(layers):
+    for number, layer in enumerate(layers):
+        layer.mlp.up_proj.__class__, layer.mlp.up_proj.weight.scale = Scaled, 1.0 + number
 
 
-def check_all_differ(change):
-    """A change makes the layers differ, and they are computed as they are."""
-    model = tiny_model("llama", num_hidden_layers=LAYERS)
-    change(model.model.layers)
-    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+def classes_of_one_name(layers):
+    for number, layer in enumerate(layers):
+        layer.mlp.act_fn = ByClass()
+        layer.mlp.act_fn.kind = constant_class(number)
+
+
+@pytest.mark.parametrize("change", [scale_weights, classes_of_one_name])
+def test_layers_that_all_differ_have_a_key_each(change):
+    module = paged(change=change)
     assert keys(module) == (0, 1, 2)
     check_captured(module)
 
@@ -156,7 +150,7 @@ CHANGES = {
         "weight",
         nn.Parameter(layer.mlp.up_proj.weight.t().contiguous().t(), requires_grad=False),
     ),
-    "one parameter in two places": lambda layer: setattr(
+    "one parameter in two modules": lambda layer: setattr(
         layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight
     ),
     "a hook": hook,
@@ -174,14 +168,10 @@ def test_layers_of_another_window_have_another_key():
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_layer_that_differs_has_another_key(change):
-    assert keys(paged(change=change)) == (0, 1, 0)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_layer_that_differs_is_computed_as_it_is(change, number):
-    check_captured(paged(change=change, number=number))
+def test_a_layer_that_differs_has_another_key_and_is_computed_as_it_is(change):
+    module = paged(change=lambda layers: change(layers[1]))
+    assert keys(module) == (0, 1, 0)
+    check_captured(module)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -191,26 +181,23 @@ def test_families_are_captured_as_they_compute(family):
 
 @pytest.mark.parametrize("change", [hook, hook_of_the_layer, lora], ids=lambda each: each.__name__)
 def test_layers_that_all_have_hooks_or_adapters_are_captured(change, caplog):
-    model = tiny_model("llama", num_hidden_layers=LAYERS)
-    for layer in model.model.layers:
-        change(layer)
-    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+    module = paged(change=lambda layers: [*map(change, layers)])
     with caplog.at_level(logging.WARNING):
         check_captured(module)
     assert len(caplog.messages) <= 1
 
 
-def test_a_forward_that_reads_the_number_of_its_layer_shares_nothing():
-    model = tiny_model("llama", num_hidden_layers=LAYERS)
-    plain = type(model.model.layers[0].mlp)
-
-    class Numbered(plain):
+def multiply_by_number(layers):
+    class Numbered(type(layers[0].mlp)):
         def forward(self, x):
             return super().forward(x) * self.layer_idx
 
-    for number, layer in enumerate(model.model.layers):
+    for number, layer in enumerate(layers):
         layer.mlp.__class__, layer.mlp.layer_idx = Numbered, number
-    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), TableLayout(BLOCKS, SIZE, WIDTH))
+
+
+def test_a_forward_that_reads_the_number_of_its_layer_shares_nothing():
+    module = paged(change=multiply_by_number)
     assert module._reads_numbers
     (variant, _) = module.capture_variants()
     assert len({*variant._keys}) == LAYERS

@@ -24,8 +24,8 @@ def test_a_model_computed_in_float32_is_its_copy_in_float32(family: str) -> None
     with torch.no_grad():
         with computed_in(model, torch.float32):
             found = last_logits(model, TEXT)
-        wanted, own = last_logits(wide, TEXT), last_logits(model, TEXT)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)  # two orders of float32
+        expected, own = last_logits(wide, TEXT), last_logits(model, TEXT)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # two orders of float32
     assert (found - own).abs().max() > 1e-3
 
 
@@ -71,7 +71,7 @@ def test_the_deviation_is_proportional_to_the_unit_roundoff(dtype: torch.dtype) 
     assert found is not None
     share = found.deviation / found.exact.abs().max().item()
     eps = torch.finfo(dtype).eps
-    # A logit of one layer alone is off by half an eps at most; dozens of roundings lie behind it.
+    # A rounding is off by half an eps at most, and dozens of them make a logit.
     assert eps / 20 < share < 20 * eps
 
 

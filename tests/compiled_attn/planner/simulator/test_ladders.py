@@ -8,8 +8,9 @@ import pytest
 from compiled_attn.planner import Demand, judge
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
 from compiled_attn.planner.simulator.kinds import KINDS, step_kind, within
-from compiled_attn.planner.simulator.ladders import compare, ladders_within
+from compiled_attn.planner.simulator.ladders import SplitPlan, ladders_within
 from compiled_attn.workloads import Arrival, synthetic
+from graphs import explicit
 
 CONTEXT = 2048
 
@@ -38,24 +39,11 @@ def test_every_simulated_need_is_legal_and_within_the_axes(name):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("most", [1, 20])
-def test_ladders_of_a_size_hold_every_need_and_keep_to_it(name, most):
+def test_ladders_are_within_their_size_and_miss_no_need(name, most):
     steps = step_kind(name, ENGINE, CONTEXT)
     for label, space in ladders_within(steps, most).items():
         assert len(space) <= most and len(space) >= most * 0.6 and space.names == steps.names, label
         assert judge(space, simulated(name), steps.cost).missed == 0
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_padding_aware_ladder_is_not_the_linear_one(name):
-    found = ladders_within(step_kind(name, SimulatedEngine(), 8192), 64)
-    assert set(found["padding-aware"]) != set(found["linear"])
-
-
-def test_a_padding_aware_ladder_has_the_least_padding_that_its_graphs_allow():
-    steps = step_kind("table", SimulatedEngine(4096, 64, 32, 4096), 4096)
-    few, many = (ladders_within(steps, most)["padding-aware"] for most in (150, 600))
-    sizes = [sorted({bucket.tokens for bucket in space}) for space in (few, many)]
-    assert len(sizes[0]) < len(sizes[1]) and 1 in sizes[0] and 1 in sizes[1]
 
 
 def test_axes_end_where_the_requests_cannot_read_more():
@@ -66,20 +54,33 @@ def test_axes_end_where_the_requests_cannot_read_more():
 
 def test_a_comparison_judges_the_plan_last_and_all_on_the_second_needs():
     steps = step_kind("engine", ENGINE, CONTEXT)
-    first, second = simulated("engine").halves()
-    found = compare(steps, first, second, 24, others={"mine": ladders_within(steps, 3)["linear"]})
-    assert list(found.judged)[-2:] == ["mine", "fitted plan"]
-    assert found.judged["fitted plan"].waste == found.plan.judge(second).waste
-    assert found.judged["fitted plan"].waste < found.judged["linear"].waste
-    assert all(judged.missed == 0 for judged in found.judged.values())
+    needs = simulated("engine")
+    found = SplitPlan(steps, needs, ladders_within(steps, 3)["exponential"], 24, 3.0)
+    judged = found.judged(24)
+    assert list(judged)[-2:] == ["engine's default", "fitted plan"]
+    plan = judged["fitted plan"]
+    assert plan.waste == found.early.judge(needs.halves()[1]).waste
+    assert plan.waste < judged["exponential"].waste
+    assert all(each.missed == 0 for each in judged.values())
+
+
+def test_a_plan_that_is_worse_than_the_ladder_on_the_second_half_is_the_ladder():
+    steps = step_kind("table", ENGINE, CONTEXT)
+    calm, busy = [(8, 8)] * 50, [(200, 16)] * 50
+    ladder = explicit(steps.names, [(200, 16), (512, 16)])
+    found = SplitPlan(steps, Demand(steps.names, calm + busy), ladder, 2, None)
+    judged = found.judged(2)
+    assert found.early.is_ladder and judged["fitted plan"] == judged["engine's default"]
+    assert found.whole().space == found.early.space
+    assert found.whole().waste == pytest.approx(50 * (216 - 16) / (50 * 16 + 50 * 216))
 
 
 def test_a_step_that_must_be_cut_is_missed_by_every_strategy():
     steps = step_kind("table", ENGINE, CONTEXT)
     needs = Demand(("tokens", "requests"), [(9, 2), (8, 1), (512, 16), (513, 16)])
-    found = compare(steps, needs, needs, 4)
-    assert {name: judged.missed for name, judged in found.judged.items()} == dict.fromkeys(
-        ("linear", "exponential", "padding-aware", "fitted plan"), 0.25
+    found = SplitPlan(steps, needs, ladders_within(steps, 4)["exponential"], 4, 3.0)
+    assert {name: judged.missed for name, judged in found.judged(4).items()} == dict.fromkeys(
+        ("exponential", "padding-aware", "engine's default", "fitted plan"), 1 / 3
     )
 
 

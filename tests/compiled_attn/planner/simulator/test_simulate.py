@@ -49,7 +49,9 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
         for sequence in sampled:
             fresh += 1
             ends = sequence.finish_reason(fresh)
-            sequence.apply(RowResult(fresh), 0, 0.0, has_token=True, reason=ends)
+            row = RowResult(fresh)
+            event = sequence.event(row, 0, 0.0, ends)
+            sequence.apply(row, 0, len(sequence.tokens), 0.0, event)
             if ends:
                 scheduler.finish(sequence)
     return needs, scheduler.preemptions
@@ -170,7 +172,7 @@ def test_the_same_arrivals_give_the_same_needs():
     ("options", "message"),
     [
         ({"arrivals": []}, "expected at least one arrival, got none"),
-        ({"speed": 0.0}, "expected speed above 0 or None, got 0.0: 1 keeps"),
+        ({"speed": 0.0}, "expected speed above 0 or None, got 0.0: 1 uses"),
         ({"speed": float("nan")}, "expected speed above 0 or None, got nan"),
         ({"concurrency": 0}, "expected concurrency >= 1 or None, got 0: "),
         (

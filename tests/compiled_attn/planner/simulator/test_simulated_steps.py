@@ -1,4 +1,4 @@
-"""The simulated engine that keeps prompts and decodes apart, as other engines do."""
+"""Simulated steps of engines that compute prompts and decodes separately."""
 
 from __future__ import annotations
 

@@ -60,16 +60,10 @@ def read_feeds_write(cache, weight, where, new):
     return cache[where[:2]] @ weight
 
 
-def read_beside_write(cache, weight, where, new):
+def read_and_write(cache, weight, where, new):
     old = cache * 2
     cache.index_put_((where,), new)
     return old, cache[where[:2]] @ weight
-
-
-def read_of_a_view_beside_write(cache, weight, where, new):
-    old = cache.view(5, 8).sum(1)
-    cache.index_put_((where,), new)
-    return cache[where[:2]] @ weight, old
 
 
 def returns_the_new_cache(cache, weight, where, new):
@@ -78,10 +72,9 @@ def returns_the_new_cache(cache, weight, where, new):
 
 
 def assert_equals_eager(function, graph):
-    given, wanted = tensors(), tensors()
-    torch.testing.assert_close(graph.run(*given), function(*wanted))
-    for got, want in zip(given, wanted, strict=True):
-        torch.testing.assert_close(got, want)
+    given, expected = tensors(), tensors()
+    torch.testing.assert_close(graph.run(*given), function(*expected))
+    torch.testing.assert_close(given, expected)
 
 
 @pytest.mark.parametrize(
@@ -95,24 +88,20 @@ def test_a_cache_without_other_readers_is_updated_in_place(function, sessions):
     assert_equals_eager(function, graph)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [read_beside_write, pytest.param(read_of_a_view_beside_write, marks=pytest.mark.slow)],
-)
-def test_a_cache_with_another_reader_is_copied_back(function, sessions):
-    graph = capture(function, tensors(), backend=BACKEND)
+def test_a_cache_with_another_reader_is_copied_back(sessions):
+    graph = capture(read_and_write, tensors(), backend=BACKEND)
     assert sessions[0].copied_back and not sessions[0].in_place
-    assert_equals_eager(function, graph)
+    assert_equals_eager(read_and_write, graph)
 
 
 @pytest.mark.slow
 def test_without_the_check_of_its_readers_an_old_cache_is_read_after_the_write(monkeypatch):
     monkeypatch.setattr(onnx_session, "may_alias", lambda *_: True)
-    graph = capture(read_beside_write, tensors(), backend=BACKEND)
+    graph = capture(read_and_write, tensors(), backend=BACKEND)
     old, _ = graph.run(*tensors())
-    wanted, _ = read_beside_write(*tensors())
+    expected, _ = read_and_write(*tensors())
     where = tensors()[2]
-    assert not torch.allclose(old, wanted)
+    assert not torch.allclose(old, expected)
     torch.testing.assert_close(old[where], torch.full((3, 4), 2.0))  # twice the new rows
 
 
@@ -172,11 +161,11 @@ def test_a_cache_with_gaps_is_written_through():
 
 
 def test_an_empty_input_is_no_special_case():
-    def joined(x, y):
+    def concatenated(x, y):
         return torch.cat((x, y)) + 1
 
     given = torch.zeros(0, 3), torch.ones(2, 3)
-    graph = capture(joined, given, backend=BACKEND)
+    graph = capture(concatenated, given, backend=BACKEND)
     assert torch.equal(graph.run(*given), torch.full((2, 3), 2.0))
 
 
@@ -210,7 +199,7 @@ def test_gradients_are_refused():
         capture(nn.Linear(2, 2), [torch.ones(1, 2)], backend=BACKEND)
 
 
-def test_open_sizes_are_refused():
+def test_symbolic_sizes_are_refused():
     compiled = torch.compile(lambda x: x * 2, backend=compiled_attn_ort, dynamic=True)
     with pytest.raises(Exception, match="dynamic=False"):
         compiled(torch.ones(3))

@@ -25,7 +25,7 @@ def inputs_of(bucket):
     return [torch.ones(bucket.tokens), torch.zeros(bucket.tokens, dtype=torch.int64)]
 
 
-def manager(space=SPACE, module=None, make_inputs=inputs_of, **options):
+def make_manager(space=SPACE, module=None, make_inputs=inputs_of, **options):
     options = {"backend": "eager", "name": "decode", **options}
     return WarmupManager(module or Cache(), space, make_inputs, **options)
 

@@ -1,4 +1,4 @@
-"""What attends on a device: the op, and what a user would take instead; each takes a `Step`."""
+"""Attention kernels of a device: the op, and what a user would take instead."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from accelerator.scene import Step
 
-Form = Callable[[Step], Tensor]
+Kernel = Callable[[Step], Tensor]
 
-_SETS = 3  # of what a form reads, taken in turns: cold, as the blocks of the op are
+_SETS = 3  # of tensors that a kernel reads in turns: cold, as the blocks of the op are
 
 
 def op(step: Step) -> Tensor:
@@ -26,7 +26,7 @@ def op(step: Step) -> Tensor:
     return out
 
 
-def contiguous_sdpa(like: Step) -> Form:
+def contiguous_sdpa(like: Step) -> Kernel:
     """SDPA on keys and values that lie in a row for each request: no paging at all."""
     sizes, requests = like.sizes, like.requests
     shape = requests, sizes.kv_heads, like.length, sizes.dim
@@ -68,7 +68,7 @@ def gathered_sdpa(step: Step) -> Tensor:
     return out.transpose(1, 2).reshape(step.query.shape)
 
 
-def flex(_: Step) -> Form:
+def flex(_: Step) -> Kernel:
     """FlexAttention under inductor; the block mask is the block table, made outside of the time."""
     from native.flex import block_mask, heads_first
     from torch.nn.attention.flex_attention import flex_attention
@@ -92,7 +92,7 @@ def flex(_: Step) -> Form:
     return run
 
 
-def varlen(_: Step) -> Form:
+def varlen(_: Step) -> Kernel:
     """torch's own flash attention over pages (torch 2.12 and newer)."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -111,7 +111,7 @@ def varlen(_: Step) -> Form:
     return run
 
 
-def copy(like: Step) -> Form:
+def copy(like: Step) -> Kernel:
     """No attention: as many bytes as the step reads, copied; the bound of a decode."""
     size = like.kv_bytes // 2  # each is read and written
     example = torch.zeros(size, dtype=torch.uint8, device=like.query.device)
@@ -124,7 +124,7 @@ def copy(like: Step) -> Form:
     return run
 
 
-MAKERS: dict[str, Callable[[Step], Form]] = {
+MAKERS: dict[str, Callable[[Step], Kernel]] = {
     "op": lambda _: op,
     "copy": copy,
     "varlen": varlen,
@@ -132,4 +132,4 @@ MAKERS: dict[str, Callable[[Step], Form]] = {
     "sdpa": contiguous_sdpa,
     "gather": lambda _: gathered_sdpa,
 }
-"""Makers of forms by name; one raises where it cannot be had."""
+"""Makers of kernels by name; one raises where its kernel is not available."""

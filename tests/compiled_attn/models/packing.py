@@ -1,0 +1,88 @@
+"""A small model with layers that can be packed, and the ways to pack them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.ops import load, packed_linear
+
+IDS = torch.tensor([[3, 17, 47], [0, 16, 31]])
+
+
+class Small(nn.Module):
+    """Layers that are packed, and one of each kind that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 64)
+        self.head = nn.Linear(64, 48, bias=False)
+        self.head.weight = self.embedding.weight
+        self.inner = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 32, bias=False)})
+        self.odd = nn.Linear(64, 24)
+        self.watched = nn.Linear(64, 32)
+        self.watched.register_forward_hook(lambda *_: None)
+        self.scaled = Scaled(48, 64)
+        self.of_scaled = nn.Linear(64, 48, bias=False)
+        self.of_scaled.weight = self.scaled.weight
+
+    def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        x = self.inner["a"](self.embedding(ids)) + self.scaled(ids)
+        return [self.head(x), self.inner["b"](x), self.odd(x), self.watched(x), self.of_scaled(x)]
+
+
+class Scaled(nn.Embedding):
+    """An embedding that does more than torch's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def in_halves(weight: torch.Tensor) -> packed_linear.Packing | None:
+    return "halves" if packed_linear.has_halves(weight) else "packed"
+
+
+@dataclass
+class Kind:
+    """A packing, and the dtype of the models that it is for."""
+
+    dtype: torch.dtype
+    packing: Callable[[torch.Tensor], packed_linear.Packing | None]
+
+    def model(self) -> Small:
+        load()
+        torch.manual_seed(0)
+        return Small().bfloat16().to(self.dtype).eval()
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight as it comes back, in its dtype."""
+        if self.packing is not packed_linear.as_int8:
+            return weight
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        return ((weight.float() / scale).round() * scale).to(self.dtype)
+
+
+KINDS = {
+    "packed": Kind(torch.bfloat16, packed_linear.as_packed),
+    "float32": Kind(torch.float32, packed_linear.as_packed),
+    "halves": Kind(torch.float32, in_halves),
+    "int8": Kind(torch.bfloat16, packed_linear.as_int8),
+}
+
+
+of_any_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert value.dtype is expected[name].dtype and torch.equal(value, expected[name]), name

@@ -1,0 +1,123 @@
+"""Served models with packed layers: trial, fallback and check."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.errors import ModelRefused
+from compiled_attn.models.hf import PagedCausalLM, cache_for
+from compiled_attn.models.hf.proof import check
+from compiled_attn.models.hf.rounding import last_logits, rounding_of
+from compiled_attn.models.packed import (
+    PackedLinear,
+    pack_linears,
+    packed_weights,
+)
+from compiled_attn.ops import load, packed_linear
+from tests.compiled_attn.models.hf.families import small_model
+from tests.compiled_attn.models.hf.test_proof import Result
+from tests.compiled_attn.models.packing import (
+    KINDS,
+    assert_state,
+    in_halves,
+    state_of,
+)
+from tests.compiled_attn.tiny import plain_generate
+
+
+def llama(kind: str) -> nn.Module:
+    load()
+    return small_model("llama").to(torch.bfloat16).to(KINDS[kind].dtype)
+
+
+@pytest.mark.parametrize("kind", ["packed", "halves"])
+def test_the_rounding_of_a_packed_model_is_that_of_the_plain_one(kind):
+    model, text = llama(kind), [3, 5, 7]
+    plain = rounding_of(model, text, last_logits(model, text))
+    pack_linears(model, contextlib.ExitStack(), KINDS[kind].packing)
+    with torch.no_grad():
+        rounding = rounding_of(model, text, last_logits(model, text))
+    torch.testing.assert_close(rounding.exact, plain.exact)
+
+
+def test_a_check_compares_packed_layers_with_plain_ones(monkeypatch):
+    model, prompt = llama("packed"), [3, 5, 7, 11]
+    plain = plain_generate(model, prompt, 8)
+    pack_linears(model, contextlib.ExitStack())
+    kernel = torch.ops.compiled_attn.packed_linear
+    monkeypatch.setattr(torch.ops.compiled_attn, "packed_linear", lambda *args: -kernel(*args))
+    wrong = plain_generate(model, prompt, 8)
+    assert wrong != plain
+    results = [Result(0, prompt, plain), Result(1, prompt, wrong)]
+    (mismatch,) = check(model, results, 2).mismatches
+    assert mismatch.request == 1
+    assert plain_generate(model, prompt, 8) == wrong
+
+
+def test_a_check_of_int8_layers_compares_with_plain_ones_of_rounded_weights():
+    model, prompt = llama("int8"), [3, 5, 7, 11]
+    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
+    results = [Result(0, prompt, plain_generate(model, prompt, 8))]
+    assert not check(model, results, 1).mismatches
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+def test_a_served_model_is_packed_and_right(family):
+    model = small_model(family).to(torch.bfloat16)
+    paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_packed)
+    kinds = {type(module) for module in model.modules()}
+    assert (paged.packed > 0) == (PackedLinear in kinds)
+    again = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_packed)
+    assert again.packed == paged.packed
+
+
+def test_an_exception_while_a_packing_is_chosen_leaves_the_model_unchanged():
+    def interrupted(weight):
+        raise KeyboardInterrupt
+
+    model = llama("packed")
+    attention = model.config._attn_implementation
+    with pytest.raises(KeyboardInterrupt):
+        PagedCausalLM(model, cache_for(model, 5, 4), packs=interrupted)
+    assert model.config._attn_implementation == attention
+    assert model(input_ids=torch.tensor([[3, 5]])).logits.isfinite().all()
+
+
+def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog):
+    model = llama("packed")
+    modules, state = dict(model.named_modules()), state_of(model)
+    pack, unpack = packed_linear.pack, packed_linear.unpack
+    monkeypatch.setattr(packed_linear, "pack", lambda weight: pack(-weight))
+    monkeypatch.setattr(packed_linear, "unpack", lambda weight: -unpack(weight))
+    with caplog.at_level(logging.WARNING):
+        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_packed)
+    assert paged.packed == 0 and "weights are not packed" in caplog.text
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert_state(model, state)
+
+
+def test_a_model_that_does_not_tolerate_halves_is_packed_whole(monkeypatch, caplog):
+    model, halve, unpack = llama("halves"), packed_linear.halve, packed_linear.unpack
+    monkeypatch.setattr(packed_linear, "halve", lambda weight: ~halve(weight))
+    monkeypatch.setattr(
+        packed_linear, "unpack", lambda w: unpack(~w if w.dtype is torch.int16 else w)
+    )
+    with caplog.at_level(logging.WARNING):
+        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=in_halves)
+    assert paged.packed and not paged.halved
+    assert "weights are not packed in 16 bits" in caplog.text
+
+
+def test_a_model_that_does_not_tolerate_int8_is_refused_and_left_unchanged(monkeypatch):
+    model = llama("int8")
+    state, quantise = state_of(model), packed_linear.quantise
+    monkeypatch.setattr(packed_linear, "quantise", lambda weight: quantise(-weight))
+    with pytest.raises(ModelRefused, match="tolerates weights of int8"):
+        PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_int8)
+    assert_state(model, state)
+    assert not packed_weights(model)
