@@ -42,7 +42,7 @@ class PlainCaches:
         return {} if self.dtype is None else {"past_key_values": _Rounded(self.dtype, self.latent)}
 
 
-class _Rounded(DynamicCache):
+class _Rounded(DynamicCache):  # type: ignore[misc]  # Any: mypy does not read transformers
     """Rounds rows ``[..., D]`` to ``code * scale``; the largest element has the largest code."""
 
     def __init__(self, dtype: torch.dtype, latent: frozenset[int]) -> None:
