@@ -125,11 +125,7 @@ class AsyncEngine:
         weakref.finalize(self, self._owner.stop, drain=False, timeout=_EXIT_SECONDS)
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        salt: Salt = None,
+        self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, salt: Salt = None
     ) -> RequestHandle:
         """Queues a request; its handle streams the tokens and has the result.
 
@@ -241,9 +237,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.stop, drain=kind is None)
 
     def _submitted(
-        self,
-        requests: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]],
-        salt: Salt,
+        self, requests: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]], salt: Salt
     ) -> list[RequestHandle]:
         now = time.perf_counter()
         checked = [

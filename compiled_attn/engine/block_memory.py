@@ -166,11 +166,7 @@ class BlockMemory:
 
     def _new_pool(self) -> BlockPool:
         sizing = self._executor.sizing
-        return BlockPool(
-            sizing.num_blocks,
-            sizing.block_size,
-            key=self._config.prefix_key,
-        )
+        return BlockPool(sizing.num_blocks, sizing.block_size, key=self._config.prefix_key)
 
     def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
         waste = self._config.defrag_waste

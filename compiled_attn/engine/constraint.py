@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
 
-__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of", "without_grammars"]
+__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "without_grammars"]
 
 _LAST_ID = 2**31 - 1  # largest token id of any vocabulary
 
@@ -110,21 +110,6 @@ def without_grammars(grammar: Grammar) -> ConfigError:
         f"expected no grammar, as this engine has no tokenizer, got {grammar}: use "
         "compiled_attn.LLM, or give the engine grammars"
     )
-
-
-def constraint_of(
-    grammars: Grammars | None,
-    grammar: Grammar | None,
-    prompt_len: int,
-    ends: Collection[int],
-    vocab: int,
-) -> Constraint | None:
-    """Returns the `Constraint` of a request; None if it has no grammar."""
-    if grammar is None:
-        return None
-    if grammars is None:
-        raise without_grammars(grammar)
-    return Constraint(grammars, grammar, prompt_len, ends, vocab)
 
 
 def constrain(

@@ -103,10 +103,7 @@ class LogitRules:
 
 
 def shaped(
-    logits: Tensor,
-    rows: Sequence[int],
-    rules: Sequence[LogitRules],
-    texts: Sequence[Sequence[int]],
+    logits: Tensor, rows: Sequence[int], rules: Sequence[LogitRules], texts: Sequence[Sequence[int]]
 ) -> Tensor:
     """Applies the rules of some rows to their logits, all at once.
 

@@ -10,14 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.step.parts import StepBatch, StepPlan
 from compiled_attn.step.parts_layout import PartsLayout
-from compiled_attn.step.requests import (
-    Ints,
-    Request,
-    RequestTable,
-    StepRows,
-    block_ids,
-    check_ids,
-)
+from compiled_attn.step.requests import Ints, Request, RequestTable, StepRows, block_ids, check_ids
 from compiled_attn.step.tables import TableLayout, TablePlan
 
 __all__ = ["BatchBuilder"]

@@ -16,12 +16,7 @@ from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.step.requests import StepRows
 from graphs import BucketSpace
 
-__all__ = [
-    "ModelWork",
-    "Plan",
-    "StepLayout",
-    "StepLimits",
-]
+__all__ = ["ModelWork", "Plan", "StepLayout", "StepLimits"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,7 @@ from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.pool import BlockPool
 from compiled_attn.cache.defrag.logical import LogicalBlocks
 
-__all__ = [
-    "BlockCopies",
-    "DefragReport",
-    "DefragTotals",
-    "Move",
-    "OnlineDefragmenter",
-]
+__all__ = ["BlockCopies", "DefragReport", "DefragTotals", "Move", "OnlineDefragmenter"]
 
 
 class BlockCopies(Protocol):

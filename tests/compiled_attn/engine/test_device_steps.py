@@ -17,14 +17,7 @@ from tests.graphs.backends.hpu_bridge import Bridge, stubbed_bridge
 from tests.graphs.backends.replay_double import ReplayDouble
 
 CONFIG = EngineConfig(
-    16,
-    4,
-    block_size=4,
-    num_blocks=40,
-    context=64,
-    backend="eager",
-    max_graphs=4,
-    defrag_waste=1,
+    16, 4, block_size=4, num_blocks=40, context=64, backend="eager", max_graphs=4, defrag_waste=1
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7], [5] * 9]
 GREEDY = SamplingParams(max_new_tokens=8)
