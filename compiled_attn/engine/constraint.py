@@ -52,8 +52,6 @@ class Constraint:
     """The grammar of one request, which reads its tokens.
 
     Args:
-        grammars: compiles it.
-        grammar: grammar of the request.
         prompt_len: tokens of its prompt, which the grammar ignores.
         ends: tokens that end it, which may come where the text may end, and only there.
         vocab: tokens of the model.

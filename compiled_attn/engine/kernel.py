@@ -29,7 +29,6 @@ class ChosenKernel:
     """The chosen kernel.
 
     Args:
-        name: "native", or "portable".
         notes: the build of the native kernel, or why it is not used.
         is_fallback: whether native would have been chosen, but could not be built.
     """

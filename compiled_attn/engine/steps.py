@@ -29,10 +29,7 @@ class _RequestResult(NamedTuple):
     """What a step yields for one request.
 
     Args:
-        sequence: the request.
         start: tokens that were computed before the step.
-        length: tokens that it had before the step.
-        row: what the step yields for it.
         event: event of the next token or the error; None for a chunk inside the prompt.
     """
 
@@ -49,9 +46,6 @@ class StepResult:
 
     Args:
         step: the computed tokens that later prompts may share.
-        now_s: when it was computed, on the clock of `time.perf_counter`.
-        record: sizes and times.
-        requests: results of its requests, in order.
     """
 
     step: ScheduledStep
@@ -97,14 +91,7 @@ class StepResult:
 def step_result(
     step: ScheduledStep, rows: Sequence[RowResult], now_s: float, record: StepRecord
 ) -> StepResult:
-    """Computes the result of a step; changes nothing.
-
-    Args:
-        step: what was computed.
-        rows: what it yields for each sequence.
-        now_s: the time.
-        record: figures of the step, to which those of its requests are added.
-    """
+    """Computes the result of a step; changes nothing."""
     result, ttft_s = StepResult(step, now_s, record), []
     tokens = finishing = nonfinite = 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
@@ -153,15 +140,6 @@ class StepRunner:
     request finishes except by its length; what is computed for one that did is ignored. The next
     step is not launched ahead if the host samples the tokens of this one, nor if blocks are so
     scarce that a request might be preempted.
-
-    Args:
-        executor: computes the steps.
-        memory: the blocks of the requests.
-        scheduler: decides each step.
-        sentinel: armed while a step is planned and computed.
-
-    Attributes:
-        ahead: how many steps were launched ahead.
     """
 
     def __init__(
@@ -174,11 +152,7 @@ class StepRunner:
         self.ahead = 0
 
     def compute(self) -> StepResult:
-        """Computes the result of the next step; its requests have not changed yet.
-
-        Raises:
-            graphs.BucketOverflow, graphs.GraphBudgetExceeded: see `Executor.plan` and the sentinel.
-        """
+        """Computes the result of the next step; its requests have not changed yet."""
         with self._sentinel:
             launched = self._launched or self._launch(self._plan())
             assert launched is not None, "a step without work"
@@ -227,11 +201,7 @@ class StepRunner:
 
 
 class Transactions:
-    """Runs transactions on requests and blocks, one at a time.
-
-    Args:
-        rollback: called after an exception in a transaction.
-    """
+    """Runs transactions on requests and blocks, one at a time."""
 
     def __init__(self, rollback: Callable[[], None]) -> None:
         self._rollback = rollback

@@ -21,14 +21,7 @@ __all__ = ["ModelWork", "Plan", "StepLayout", "StepLimits"]
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that a scheduler can schedule.
-
-    Args:
-        tokens: new tokens of all requests.
-        seqs: requests.
-        context_blocks: blocks of the longest request.
-        pool_blocks: blocks that requests can own.
-    """
+    """The largest step that a scheduler can schedule."""
 
     tokens: int
     seqs: int

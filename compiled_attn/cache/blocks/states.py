@@ -24,10 +24,6 @@ class BlockSet:
     Bit ``b`` of word ``w`` stands for member ``1024 * w + b``; bit ``w`` of the summary marks a
     word that is not zero. A call touches one word and the summary, which has 977 bits for a million
     members. Arguments are trusted.
-
-    Args:
-        size: one more than the largest member.
-        full: start with all members, built in bulk.
     """
 
     def __init__(self, size: int, *, full: bool = False) -> None:
