@@ -34,7 +34,7 @@ from compiled_attn.engine.sampling import (
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
 from compiled_attn.engine.steps import StepResult, StepRunner, Transactions, delayed_interrupt
-from compiled_attn.engine.stream import Stream, Workload, results_of
+from compiled_attn.engine.stream import Stream, planned_requests, results_of
 from compiled_attn.engine.tally import Tally
 from graphs import WarmupReport, no_compile
 
@@ -241,10 +241,10 @@ class Engine:
         Raises:
             ConfigError: a request that can never be served; then none is.
         """
-        workload = Workload.of(prompts, sampling, salt, arrivals, concurrency)
-        for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
-            self.check(*each)
-        return Stream(self, workload, on_step)
+        requests, limit = planned_requests(prompts, sampling, salt, arrivals, concurrency)
+        for each in requests:
+            self.check(each.prompt, each.sampling, each.salt)
+        return Stream(self, requests, limit, on_step)
 
     def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
         """Tokens that end such a request, and are not part of its text."""
