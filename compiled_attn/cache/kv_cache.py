@@ -29,8 +29,6 @@ class KVShape(NamedTuple):
     """What one layer stores of a token.
 
     Args:
-        num_kv_heads: key/value heads (> 0).
-        head_dim: elements of a key vector (> 0).
         value_dim: elements of a value vector (> 0); None: the value is part of the key (MLA).
         same_as: an earlier layer with the same keys and values, which stores them for both.
     """

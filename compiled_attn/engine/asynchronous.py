@@ -29,11 +29,7 @@ _EXIT_SECONDS = 5.0  # the exit of the interpreter waits as long for the running
 
 
 class Compiling:
-    """Compiles each grammar once, in daemon threads.
-
-    Args:
-        grammars: compiles them, and caches the results.
-    """
+    """Compiles each grammar once, in daemon threads."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -125,16 +121,9 @@ class AsyncEngine:
         weakref.finalize(self, self._owner.stop, drain=False, timeout=_EXIT_SECONDS)
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        salt: Salt = None,
+        self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, salt: Salt = None
     ) -> RequestHandle:
-        """Queues a request; its handle streams the tokens and has the result.
-
-        Args:
-            prompt, sampling, salt: see `Engine.submit`.
+        """Queues a request as `Engine.submit` does; its handle streams tokens and has the result.
 
         Raises:
             ConfigError: the request can never be served.
@@ -155,7 +144,6 @@ class AsyncEngine:
 
         Args:
             requests: prompts, each with its sampling.
-            salt: see `Engine.submit`.
 
         Raises:
             ConfigError: something is not such a pair, or can never be served.
@@ -176,10 +164,6 @@ class AsyncEngine:
     def compiled(self, grammar: Grammar) -> Future[None]:
         """Compiles a grammar in a thread of its own; the future is done when it is compiled or
         refused.
-
-        Raises:
-            ConfigError: the engine has no tokenizer.
-            QueueFull: too many others wait to be compiled.
         """
         if self._compiling is None:
             raise without_grammars(grammar)
@@ -241,9 +225,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.stop, drain=kind is None)
 
     def _submitted(
-        self,
-        requests: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]],
-        salt: Salt,
+        self, requests: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]], salt: Salt
     ) -> list[RequestHandle]:
         now = time.perf_counter()
         checked = [
@@ -271,9 +253,8 @@ class AsyncEngine:
         grammar = getattr(sampling, "grammar", None)
         plain = sampling if grammar is None else replace(sampling, grammar=None)
         self.engine.check(tokens, plain, salt)
-        return None if grammar is None else self._compiled_or_waited(grammar)
-
-    def _compiled_or_waited(self, grammar: Grammar) -> Future[None] | None:
+        if grammar is None:
+            return None
         compiled = self.compiled(grammar)
         if not compiled.done() and _is_in_event_loop():
             return compiled

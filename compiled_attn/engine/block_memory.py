@@ -20,11 +20,6 @@ class StepTables:
     Only blocks that a request gained since the last step are written. Rows of finished requests are
     freed and the gaps closed, so that a step can read its rows in place. A rollback replaces the
     tables together with their pool.
-
-    Args:
-        pool: allocates the blocks.
-        max_requests: maximum number of running requests.
-        max_blocks: blocks of the longest request.
     """
 
     def __init__(self, pool: BlockPool, max_requests: int, max_blocks: int) -> None:
@@ -40,15 +35,7 @@ class StepTables:
     def of(
         self, request_ids: Iterable[Hashable], changed: Iterable[Hashable] | None = None
     ) -> RequestTable:
-        """Returns the table after updating the rows of some requests.
-
-        Args:
-            request_ids: requests of a step.
-            changed: requests whose blocks may have changed since the last call; None: all.
-
-        Raises:
-            UnknownRequest: a request is not in the pool.
-        """
+        """Returns the table of these requests; only ``changed`` ones (None: all) got blocks."""
         if self._swaps != self._pool.num_exchanges:  # blocks were moved
             self._forget_blocks()
             changed = None
@@ -92,10 +79,6 @@ _MAXIMA = "high_water peak_used"
 
 class BlockMemory:
     """Allocates the blocks of an executor's cache, and defragments them.
-
-    Args:
-        executor: owns the cache and copies blocks.
-        config: configuration of the engine.
 
     Attributes:
         pool: allocates blocks.
@@ -166,11 +149,7 @@ class BlockMemory:
 
     def _new_pool(self) -> BlockPool:
         sizing = self._executor.sizing
-        return BlockPool(
-            sizing.num_blocks,
-            sizing.block_size,
-            key=self._config.prefix_key,
-        )
+        return BlockPool(sizing.num_blocks, sizing.block_size, key=self._config.prefix_key)
 
     def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
         waste = self._config.defrag_waste

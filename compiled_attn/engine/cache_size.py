@@ -21,14 +21,8 @@ _TIMES_WEIGHTS = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The size of a KV cache, and the reason.
-
-    Args:
-        dtype: element type.
-        bytes: size of all blocks, scales included.
-        blocks: number of blocks, null block included.
-        tokens: capacity in tokens.
-        why: what determined the size.
+    """The size of a KV cache in bytes (scales included), blocks (null block included) and tokens,
+    and what determined it.
     """
 
     dtype: str

@@ -31,11 +31,7 @@ _WEIGHTS = ("auto", "packed", "plain", "int8")
 
 
 def byte_size(name: str, size: int | str) -> int:
-    """Parses a size such as ``2147483648``, ``"2GiB"`` or ``"1.5 GB"``.
-
-    Raises:
-        ConfigError: it is not a size, or less than a byte.
-    """
+    """Parses a size such as ``2147483648``, ``"2GiB"`` or ``"1.5 GB"``."""
     found = _SIZE.fullmatch(str(size).strip())
     unit = found and _UNITS.get(found[2].lower())
     if not found or not unit or not (amount := int(Decimal(found[1]) * unit)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
 
-__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of", "without_grammars"]
+__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "without_grammars"]
 
 _LAST_ID = 2**31 - 1  # largest token id of any vocabulary
 
@@ -52,8 +52,6 @@ class Constraint:
     """The grammar of one request, which reads its tokens.
 
     Args:
-        grammars: compiles it.
-        grammar: grammar of the request.
         prompt_len: tokens of its prompt, which the grammar ignores.
         ends: tokens that end it, which may come where the text may end, and only there.
         vocab: tokens of the model.
@@ -110,21 +108,6 @@ def without_grammars(grammar: Grammar) -> ConfigError:
         f"expected no grammar, as this engine has no tokenizer, got {grammar}: use "
         "compiled_attn.LLM, or give the engine grammars"
     )
-
-
-def constraint_of(
-    grammars: Grammars | None,
-    grammar: Grammar | None,
-    prompt_len: int,
-    ends: Collection[int],
-    vocab: int,
-) -> Constraint | None:
-    """Returns the `Constraint` of a request; None if it has no grammar."""
-    if grammar is None:
-        return None
-    if grammars is None:
-        raise without_grammars(grammar)
-    return Constraint(grammars, grammar, prompt_len, ends, vocab)
 
 
 def constrain(

@@ -29,9 +29,6 @@ __all__ = ["DeviceSteps", "NextTokens"]
 class NextTokens(nn.Module):
     """A model whose graph also returns the most likely tokens, and reads those of the last step.
 
-    Args:
-        model: computes the logits.
-
     Shape (T tokens, L rows of logits):
         - last: ``[most rows]`` int64, the tokens of the last step
         - rows: ``[T]`` int64, for each token its row in ``last``; -1: its id is known
@@ -60,16 +57,6 @@ class DeviceSteps:
     tokens, and runs only if there are any. Only the tokens come back; for a step with a request
     whose logits are changed or reported (penalties, log-probabilities), all logits do, and the host
     samples. The tokens of a step also stay on the device, where the next one finds them.
-
-    Args:
-        model: computes the steps.
-        buckets: buckets of the steps.
-        spec: how steps are captured; sampling is not compiled, see `_spec_for_sampling`.
-
-    Attributes:
-        module: captured for each bucket.
-        options: capture options.
-        others: further graphs.
     """
 
     def __init__(self, model: PagedCausalLM, buckets: BucketSpace, spec: CaptureSpec) -> None:

@@ -18,17 +18,12 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.constraint import Constraint, Grammars, constraint_of
+from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.report import EngineReport, StepInfo
-from compiled_attn.engine.request_state import (
-    GenerationResult,
-    HasStop,
-    RequestState,
-    TokenEvent,
-)
+from compiled_attn.engine.request_state import GenerationResult, HasStop, RequestState, TokenEvent
 from compiled_attn.engine.sampling import (
     SamplingParams,
     check_fits,
@@ -38,10 +33,9 @@ from compiled_attn.engine.sampling import (
 )
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
-from compiled_attn.engine.steps import StepResult, StepRunner
-from compiled_attn.engine.stream import Stream, Workload, results_of
+from compiled_attn.engine.steps import StepResult, StepRunner, Transactions, delayed_interrupt
+from compiled_attn.engine.stream import Stream, planned_requests, results_of
 from compiled_attn.engine.tally import Tally
-from compiled_attn.engine.transaction import Transactions, delayed_interrupt
 from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]
@@ -247,10 +241,10 @@ class Engine:
         Raises:
             ConfigError: a request that can never be served; then none is.
         """
-        workload = Workload.of(prompts, sampling, salt, arrivals, concurrency)
-        for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
-            self.check(*each)
-        return Stream(self, workload, on_step)
+        requests, limit = planned_requests(prompts, sampling, salt, arrivals, concurrency)
+        for each in requests:
+            self.check(each.prompt, each.sampling, each.salt)
+        return Stream(self, requests, limit, on_step)
 
     def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
         """Tokens that end such a request, and are not part of its text."""
@@ -298,8 +292,13 @@ class Engine:
         self._constraint(sampling, len(prompt))
 
     def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
+        grammar, grammars = sampling.grammar, self.grammars
+        if grammar is None:
+            return None
+        if grammars is None:
+            raise without_grammars(grammar)
         ends = self.end_tokens(sampling)
-        return constraint_of(self.grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
+        return Constraint(grammars, grammar, prompt_len, ends, self.sizing.vocab)
 
     def enter(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from compiled_attn.cache.defrag import BlockCopies
+from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.scheduler import ScheduledStep
@@ -31,9 +31,6 @@ class PlannedStep(NamedTuple):
     """A step that fits a captured bucket.
 
     Args:
-        parts: scheduled tokens.
-        plan: rows of these tokens.
-        bucket: the captured bucket.
         uncut_need: the need of the scheduled step before it was cut.
         started_s: when planning began, on the clock of `time.perf_counter`.
     """
@@ -47,15 +44,9 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorReport:
-    """Backend, kernel and fallbacks of an executor.
+    """Backend, kernel and why it was chosen, and the report of the step graphs after the warmup.
 
-    Args:
-        backend: backend of the captured graphs.
-        kernel: attention kernel.
-        notes: why that kernel was chosen.
-        fallbacks: degraded graphs, plus a kernel that could not be built.
-        steps: warmup report of the step graphs; None before the warmup.
-        ranks: processes that compute each step together.
+    Fallbacks are degraded graphs, and a kernel that could not be built.
     """
 
     backend: str
@@ -94,7 +85,7 @@ class Executor(Protocol):
         """End-of-sequence tokens of the model."""
 
     @property
-    def copies(self) -> BlockCopies:
+    def copies(self) -> BlockSwap:
         """Copies blocks of the cache."""
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
@@ -109,10 +100,6 @@ class Executor(Protocol):
 
     def plan(self, step: ScheduledStep, table: RequestTable) -> PlannedStep:
         """Plans a step, cut until a captured bucket holds it.
-
-        Args:
-            step: what the scheduler wants computed.
-            table: blocks of its sequences, by their ids.
 
         Raises:
             graphs.BucketOverflow: not even a single token of the first request has a bucket.

@@ -40,12 +40,7 @@ def default_store() -> Path:
 
 @dataclass(frozen=True)
 class GraphStore:
-    """A backend, and the compile cache of inductor in its store.
-
-    Args:
-        backend: captures the graphs.
-        cache: None if inductor does not compile into the store.
-    """
+    """A backend, and the compile cache of inductor in its store."""
 
     backend: str | Backend
     cache: InductorCache | None = None

@@ -18,12 +18,9 @@ from compiled_attn.engine.sampling import SamplingParams
 __all__ = ["RequestHandle", "wake"]
 
 
-class _Server(Protocol):
-    def drop(self, handle: RequestHandle) -> None:
-        """Drops a request, if it has not finished by then."""
-
-    def refuse_wait(self) -> None:
-        """Raises an error if waiting would never end."""
+class _Server(Protocol):  # the owner imports this module
+    def drop(self, handle: RequestHandle) -> None: ...
+    def refuse_wait(self) -> None: ...
 
 
 @dataclass(eq=False)

@@ -11,12 +11,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import LAYOUTS, LayoutType
-from compiled_attn.models.packed import (
-    halved_weights,
-    packable,
-    packed_weights,
-    quantised_weights,
-)
+from compiled_attn.models.packed import halved_weights, packable, packed_weights, quantised_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import Packing, as_int8, as_packed
 from compiled_attn.ops.tuning import tuning
@@ -34,7 +29,6 @@ class ChosenKernel:
     """The chosen kernel.
 
     Args:
-        name: "native", or "portable".
         notes: the build of the native kernel, or why it is not used.
         is_fallback: whether native would have been chosen, but could not be built.
     """

@@ -55,16 +55,7 @@ class LocalExecutor:
     Logs the first step that does not fit any bucket as a whole.
 
     Args:
-        model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
-        config: sizes, kernel, backend and strictness.
         timed_runs: how often a graph is run after its capture, to time it.
-
-    Attributes:
-        config: the given configuration.
-        sizing: context, blocks and buckets; after the warmup the buckets that were captured.
-        schedules_ahead: see `Executor`.
-        eos: end-of-sequence tokens of the model.
-        copies: copies blocks of the cache.
 
     Raises:
         ConfigError: the sizes do not fit each other or the model.

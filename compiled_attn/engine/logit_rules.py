@@ -23,11 +23,7 @@ _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class SeenTokens:
-    """Counts the distinct tokens of a growing text incrementally.
-
-    Args:
-        prompt_len: tokens of the text that were not generated.
-    """
+    """Counts the distinct tokens of a growing text incrementally."""
 
     def __init__(self, prompt_len: int) -> None:
         self._prompt_len = prompt_len
@@ -70,14 +66,7 @@ class SeenTokens:
 
 
 class LogitRules:
-    """The logit changes of one request, as arrays that are made once.
-
-    Args:
-        params: sampling settings.
-        prompt_len: tokens of the prompt.
-        ends: tokens that end the request.
-        constraint: grammar of the request, if any.
-    """
+    """The logit changes of one request, as arrays that are made once."""
 
     def __init__(
         self,
@@ -103,10 +92,7 @@ class LogitRules:
 
 
 def shaped(
-    logits: Tensor,
-    rows: Sequence[int],
-    rules: Sequence[LogitRules],
-    texts: Sequence[Sequence[int]],
+    logits: Tensor, rows: Sequence[int], rules: Sequence[LogitRules], texts: Sequence[Sequence[int]]
 ) -> Tensor:
     """Applies the rules of some rows to their logits, all at once.
 

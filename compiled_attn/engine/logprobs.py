@@ -94,8 +94,6 @@ class TokenLogprobs(NamedTuple):
     """The log-probability of a token, and the most likely tokens at its position.
 
     Args:
-        token: token id.
-        logprob: natural logarithm of its probability.
         top: ids and log-probabilities of the most likely tokens, the likeliest first; ties go to
             the lower id.
     """
@@ -111,7 +109,6 @@ class RowResult(NamedTuple):
     Args:
         token: id of the next token; None with an error.
         error: why there is none, else "".
-        logprobs: log-probabilities of the token, if requested.
         prompt_logprobs: those of the prompt tokens after the computed ones.
     """
 

@@ -8,56 +8,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from compiled_attn.cache.blocks.prefix import Salt
-from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.engine import Engine
 from compiled_attn.engine.handle import RequestHandle, wake
 from compiled_attn.engine.request_state import TokenEvent
-from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
-from graphs import WarmupReport
 
-__all__ = ["OwnedEngine", "Owner"]
+__all__ = ["Owner"]
 
 Seen = TypeVar("Seen")
 
 _REMEDY = "make another AsyncEngine"
-
-
-class OwnedEngine(Protocol):
-    """What an `Owner` needs of an engine."""
-
-    config: EngineConfig
-    warmup_report: WarmupReport | None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has anything to compute or to return."""
-
-    def warmup(self, progress: Callable[..., None] | None = None) -> WarmupReport:
-        """Captures the graphs."""
-
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        salt: Salt = None,
-        arrived_s: float | None = None,
-    ) -> int:
-        """Queues a request and returns its id."""
-
-    def step(self) -> list[TokenEvent]:
-        """Computes one step and returns its tokens."""
-
-    def take_events(self) -> list[TokenEvent]:
-        """Removes and returns the events of a step that raised an exception."""
-
-    def abort(self, request_id: int) -> None:
-        """Drops a request; raises KeyError if it is not open."""
 
 
 class Owner:
@@ -65,15 +29,10 @@ class Owner:
 
     The thread sleeps while there is nothing to do. It is a daemon, so that it does not keep the
     interpreter from exiting.
-
-    Args:
-        engine: only this thread may use it; warmed up here if necessary.
-        max_waiting: maximum number of waiting requests, beyond the `max_seqs` that run.
-        progress: called during the warmup.
     """
 
     def __init__(
-        self, engine: OwnedEngine, max_waiting: int, progress: Callable[..., None] | None
+        self, engine: Engine, max_waiting: int, progress: Callable[..., None] | None
     ) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
@@ -104,12 +63,7 @@ class Owner:
         return self._max_waiting + self._engine.config.max_seqs
 
     def take(self, handles: Sequence[RequestHandle]) -> None:
-        """Queues requests, all of them or none.
-
-        Raises:
-            EngineStopped: the thread does not serve.
-            QueueFull: too many wait.
-        """
+        """Queues requests, all of them or none; raises QueueFull if too many wait."""
         with self._while_serving():
             open_count = len(self._inbox) + len(self._outside) + len(self._open)
             if open_count + len(handles) > self.most:
@@ -138,12 +92,7 @@ class Owner:
             self._changed.notify()
 
     def call(self, function: Callable[[Any], Seen]) -> Seen:
-        """Calls a function with the engine between two steps; at once in the engine's own thread.
-
-        Raises:
-            EngineStopped: the thread does not serve.
-            RuntimeError: it is called from within a step.
-        """
+        """Calls a function with the engine between two steps; at once in the engine thread."""
         seen: Future[Seen] = Future()
         with self._while_serving():
             if not self._is_own_thread:
@@ -179,12 +128,7 @@ class Owner:
             )
 
     def refuse_wait(self) -> None:
-        """Raises an error if waiting for a request would never end.
-
-        Raises:
-            EngineStopped: in a forked process.
-            RuntimeError: in the thread that serves the requests.
-        """
+        """Raises an error where waiting for a request would never end."""
         self.refuse_fork()
         if self._is_own_thread:
             raise RuntimeError(
@@ -216,7 +160,8 @@ class Owner:
         is_grad, is_inference = self._settings
         try:
             with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
-                self._warm_up()
+                if self._engine.warmup_report is None:
+                    self._engine.warmup(self._report_progress)
                 while self._has_work():
                     self._enter_all()
                     self._drop_cancelled()
@@ -235,10 +180,6 @@ class Owner:
             return self._engine.step()
         finally:
             self._is_stepping = False
-
-    def _warm_up(self) -> None:
-        if self._engine.warmup_report is None:
-            self._engine.warmup(self._report_progress)
 
     def _report_progress(self, *event: Any) -> None:
         if self._progress is not None:

@@ -88,10 +88,8 @@ class RequestState:
     """A request's tokens and how far they are computed.
 
     Args:
-        request_id: id in the engine.
         tokens: the prompt followed by the generated tokens.
         prompt_len: tokens of the prompt.
-        sampling: how it is continued, with a seed.
         arrived_s: on the clock of `time.perf_counter`.
         computed: tokens whose keys and values are in the cache; 0 after a preemption.
         reserved: positions that its blocks hold.
@@ -160,27 +158,14 @@ class RequestState:
         return "length" if is_last else ""
 
     def event(self, row: RowResult, start: int, now_s: float, reason: str) -> TokenEvent:
-        """Returns the event of the next token, or of an error.
-
-        Args:
-            row: what a step yields.
-            start: tokens that were computed before the step.
-            now_s: the time.
-            reason: why the request finishes; "" if it goes on.
-        """
+        """Returns the event of the next token, or of an error."""
         result = self._result(row, start, now_s, reason) if reason else None
         return TokenEvent(self.index, row.token, result, self.request_id, self.choice, row.logprobs)
 
     def apply(
         self, row: RowResult, start: int, length: int, now_s: float, event: TokenEvent | None
     ) -> None:
-        """Appends what a step yields; a second call changes nothing.
-
-        Args:
-            row, start, now_s: see `event`.
-            length: tokens that it had before.
-            event: None if the token is not the next one, but that of a chunk inside the prompt.
-        """
+        """Appends what a step yields; a second call changes nothing."""
         if row.prompt_logprobs:
             end = start + len(row.prompt_logprobs)
             self.prompt_logprobs[start:end] = row.prompt_logprobs

@@ -40,8 +40,6 @@ class SampleRequest(NamedTuple):
     """A row whose token is not simply the most likely one.
 
     Args:
-        row: row of the logits.
-        params: how the token is sampled.
         step: how many tokens were generated before it.
         rules: change its logits before that; None: nothing does.
         text: the tokens before it.

@@ -129,7 +129,9 @@ class SamplingParams:
                 self._check(name, _integer, lambda n: n >= 0, "None or an integer >= 0")
         self._check("n", _integer, lambda n: n >= 1, "an integer >= 1")
         if self.grammar is not None:
-            self._check("grammar", _grammar, lambda _: True, "None or a Grammar")
+            self._check(
+                "grammar", lambda g: g, lambda g: isinstance(g, Grammar), "None or a Grammar"
+            )
 
     @property
     def penalises(self) -> bool:
@@ -208,19 +210,12 @@ def _biases(given: object) -> tuple[tuple[int, float], ...] | None:
         return None
     biases: dict[int, float] = {}
     for pair in pairs:
-        ids, amount = (_integer(pair[0]), _number(pair[1])) if _is_pair(pair) else (None, None)
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        ids, amount = (_integer(pair[0]), _number(pair[1])) if is_pair else (None, None)
         if ids is None or ids < 0 or amount is None or not abs(amount) <= _LARGEST:
             return None
         biases[ids] = amount
     return tuple(sorted(biases.items()))
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
-
-
-def _grammar(value: object) -> Grammar | None:
-    return value if isinstance(value, Grammar) else None
 
 
 def _flag(value: object) -> bool | None:

@@ -77,8 +77,6 @@ class SamplingRows(NamedTuple):
             at: n >= 1 of the rows.
             params: n settings; those that change the logits are ignored.
             steps: n, how many tokens each request has generated: the counters of the generator.
-            rows: number of all rows.
-            vocab: tokens of a row.
         """
         settings = cls.padding(rows)
         settings.temperature[at] = _doubles([each.temperature for each in params])

@@ -50,7 +50,6 @@ class ScheduledStep(Sequence[ScheduledTokens]):
     """The tokens that a step computes.
 
     Args:
-        counts: how many tokens of each sequence, in the order of the step.
         starts: position of the first of these; None: after the computed ones.
     """
 
@@ -108,11 +107,6 @@ class Scheduler:
     """Decides each step from the waiting and running sequences and the free blocks.
 
     Sequences are served in the order of their ids: running ones precede waiting ones.
-
-    Args:
-        pool: allocates blocks; the scheduler is its only user.
-        max_tokens: tokens in a step at most.
-        max_seqs: sequences that run at the same time at most.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -213,7 +207,6 @@ class Scheduler:
         """Removes a sequence, running or waiting, and frees its blocks.
 
         Args:
-            sequence: the sequence.
             has_failed: later prompts share none of its blocks, not even those that it found.
         """
         if sequence.status is Status.RUNNING:

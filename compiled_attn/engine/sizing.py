@@ -22,12 +22,7 @@ _ONE_COMPILE, _COMPILE_EACH = 512, 256
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The most tokens of a step, and the reason.
-
-    Args:
-        tokens: decodes and chunks of prompts together.
-        why: the reason.
-    """
+    """The most tokens of a step, and the reason."""
 
     tokens: int
     why: str
@@ -41,7 +36,6 @@ class StepSize:
         not more than the buckets hold, and not less than `max_seqs`.
 
         Args:
-            config: configuration of the engine.
             symbolic: axes whose sizes a graph may leave open, see `StepLayout.symbolic`.
         """
         if config.max_tokens_per_step is not None:
@@ -83,11 +77,9 @@ class Sizing:
     Args:
         context: longest prompt plus generation, in tokens.
         vocab: token ids are below this.
-        block_size: slots in a block.
         num_blocks: blocks of the cache, null block included, of all ranks.
         layout: how steps become tensors.
         buckets: shapes to capture, with the layout's cost.
-        cache: size of the cache and the reason; None: as ``num_blocks`` says.
         step: the most tokens of a step, and the reason; None: as configured.
         ranks: how many share the cache.
     """
@@ -110,12 +102,6 @@ class Sizing:
         ranks: int = 1,
     ) -> Sizing:
         """Computes the sizes that the configuration leaves open.
-
-        Args:
-            model: the served model.
-            config: configuration of the engine; cache sizes are per rank.
-            layout: how steps become tensors.
-            ranks: how many share one cache.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
@@ -152,14 +138,7 @@ class Sizing:
 
 
 def step_limits(config: EngineConfig, most: int, context: int, num_blocks: int) -> StepLimits:
-    """Computes the largest step: each running request writes to a block, each token to a slot.
-
-    Args:
-        config: configuration of the engine.
-        most: maximum number of tokens.
-        context: maximum tokens of a request.
-        num_blocks: blocks of the cache, null block included.
-    """
+    """Computes the largest step: each running request writes to a block, each token to a slot."""
     pool = num_blocks - 1
     seqs = min(config.max_seqs, pool)
     tokens = min(most, pool * config.block_size, seqs * context)

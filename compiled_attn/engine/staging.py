@@ -27,7 +27,6 @@ class Staging:
     turn, as the device may still be reading the last one.
 
     Args:
-        device: computes the steps; any but the CPU.
         size: bytes of the largest step, see `staged_bytes`.
     """
 
@@ -43,9 +42,6 @@ class Staging:
         """Copies the tensors of a step to the device, asynchronously; returns them there.
 
         They are valid, in stream order, until the next step is staged.
-
-        Raises:
-            ValueError: it is larger than the buffer.
         """
         given = [field for field in fields if field is not None]
         end = staged_bytes(given)
@@ -75,11 +71,7 @@ class Staging:
 
 
 class Later(Sequence[Item], Generic[Item]):
-    """Items whose first read waits for them.
-
-    Args:
-        read: waits and returns them.
-    """
+    """Items whose first read waits for them."""
 
     def __init__(self, read: Callable[[], list[Item]]) -> None:
         self._read = read
@@ -103,10 +95,6 @@ class Return:
     """Copies the integers of a step to the host; only their reader waits.
 
     Those of a step must be read before those of the second next one are sent.
-
-    Args:
-        device: computes the steps; any but the CPU.
-        size: integers of the largest step.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:

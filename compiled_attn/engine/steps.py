@@ -1,11 +1,17 @@
-"""Runs the steps of an engine: plan, launch, compute the result, then commit it or roll back."""
+"""Runs the steps of an engine: plan, launch, compute the result, then commit it or roll back.
+
+A step is a transaction: an exception rolls it back, Ctrl-C waits for its end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.executor import Executor, PlannedStep
@@ -16,17 +22,14 @@ from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
 from compiled_attn.engine.tally import StepRecord, Tally
 from graphs import no_compile
 
-__all__ = ["StepResult", "StepRunner", "step_result"]
+__all__ = ["StepResult", "StepRunner", "Transactions", "delayed_interrupt", "step_result"]
 
 
 class _RequestResult(NamedTuple):
     """What a step yields for one request.
 
     Args:
-        sequence: the request.
         start: tokens that were computed before the step.
-        length: tokens that it had before the step.
-        row: what the step yields for it.
         event: event of the next token or the error; None for a chunk inside the prompt.
     """
 
@@ -43,9 +46,6 @@ class StepResult:
 
     Args:
         step: the computed tokens that later prompts may share.
-        now_s: when it was computed, on the clock of `time.perf_counter`.
-        record: sizes and times.
-        requests: results of its requests, in order.
     """
 
     step: ScheduledStep
@@ -54,10 +54,7 @@ class StepResult:
     requests: list[_RequestResult] = field(default_factory=list)
 
     def commit(
-        self,
-        requests: MutableMapping[int, RequestState],
-        tally: Tally,
-        scheduler: Scheduler,
+        self, requests: MutableMapping[int, RequestState], tally: Tally, scheduler: Scheduler
     ) -> None:
         """Appends tokens and events, then frees the blocks of finished requests.
 
@@ -94,14 +91,7 @@ class StepResult:
 def step_result(
     step: ScheduledStep, rows: Sequence[RowResult], now_s: float, record: StepRecord
 ) -> StepResult:
-    """Computes the result of a step; changes nothing.
-
-    Args:
-        step: what was computed.
-        rows: what it yields for each sequence.
-        now_s: the time.
-        record: figures of the step, to which those of its requests are added.
-    """
+    """Computes the result of a step; changes nothing."""
     result, ttft_s = StepResult(step, now_s, record), []
     tokens = finishing = nonfinite = 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
@@ -150,15 +140,6 @@ class StepRunner:
     request finishes except by its length; what is computed for one that did is ignored. The next
     step is not launched ahead if the host samples the tokens of this one, nor if blocks are so
     scarce that a request might be preempted.
-
-    Args:
-        executor: computes the steps.
-        memory: the blocks of the requests.
-        scheduler: decides each step.
-        sentinel: armed while a step is planned and computed.
-
-    Attributes:
-        ahead: how many steps were launched ahead.
     """
 
     def __init__(
@@ -171,11 +152,7 @@ class StepRunner:
         self.ahead = 0
 
     def compute(self) -> StepResult:
-        """Computes the result of the next step; its requests have not changed yet.
-
-        Raises:
-            graphs.BucketOverflow, graphs.GraphBudgetExceeded: see `Executor.plan` and the sentinel.
-        """
+        """Computes the result of the next step; its requests have not changed yet."""
         with self._sentinel:
             launched = self._launched or self._launch(self._plan())
             assert launched is not None, "a step without work"
@@ -221,3 +198,66 @@ class StepRunner:
         launched = self._launch(self._plan(self._scheduler.advance(parts)))
         self.ahead += launched is not None
         return launched
+
+
+class Transactions:
+    """Runs transactions on requests and blocks, one at a time."""
+
+    def __init__(self, rollback: Callable[[], None]) -> None:
+        self._rollback = rollback
+        self._lock = threading.RLock()
+        self._is_running = False
+
+    def run(self, transaction: Callable[[], None]) -> bool:
+        """Runs a transaction, or rolls it back; False: another is running, so it does nothing."""
+        with delayed_interrupt():
+            if not self._lock.acquire(blocking=False):  # another thread
+                return False
+            try:
+                if self._is_running:  # this thread, within a transaction
+                    return False
+                self._run(transaction)
+            finally:
+                self._lock.release()
+        return True
+
+    def _run(self, transaction: Callable[[], None]) -> None:
+        try:
+            self._is_running = True
+            transaction()
+        except BaseException:
+            self._rollback()
+            raise
+        finally:
+            self._is_running = False
+
+
+@contextlib.contextmanager
+def delayed_interrupt(undo: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Delays Ctrl-C to the end of the block; a second one interrupts at once.
+
+    Either, like any exception in the block, is raised after ``undo``.
+    Only the main thread receives signals: elsewhere this does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    delays = threading.current_thread() is threading.main_thread() and callable(handler)
+    received: list[tuple[Any, ...]] = []
+
+    def receive(*signal_and_frame: Any) -> None:
+        received.append(signal_and_frame)
+        if len(received) > 1 and callable(handler):  # the step may hang
+            handler(*signal_and_frame)
+
+    try:
+        try:
+            if delays:
+                signal.signal(signal.SIGINT, receive)
+            yield
+        finally:
+            if delays:
+                signal.signal(signal.SIGINT, handler)
+            if len(received) == 1 and callable(handler):
+                handler(*received[0])
+    except BaseException:
+        undo()
+        raise

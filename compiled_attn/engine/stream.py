@@ -1,4 +1,4 @@
-"""A workload of requests, and the stream of tokens that serves it."""
+"""A stream of tokens, and the requests that it serves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.config import ConfigError
@@ -17,73 +15,58 @@ from compiled_attn.engine.report import StepInfo
 from compiled_attn.engine.request_state import GenerationResult, TokenEvent
 from compiled_attn.engine.sampling import SamplingParams, token_ids
 
-__all__ = ["Stream", "Workload", "results_of"]
+__all__ = ["PlannedRequest", "Stream", "planned_requests", "results_of"]
 
 _FOREVER = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests with their sampling and arrival times; each continuation of a prompt is one.
+class PlannedRequest(NamedTuple):
+    """A request of a stream; each continuation of a prompt is one.
 
     Args:
-        names: index of the prompt of each request, and which of its continuations it is.
-        prompts: token ids of each request.
-        sampling: how each is continued.
-        salts: requests of equal salt may share blocks.
-        arrivals: seconds from the start at which each arrives (open loop); None: all at once.
-        concurrency: requests in flight at most (closed loop); None: no limit.
+        name: index of its prompt, and which of its continuations it is.
+        arrival_s: seconds from the start at which it arrives (open loop); None: at once.
     """
 
-    names: Sequence[tuple[int, int]]
-    prompts: Sequence[list[int]]
-    sampling: Sequence[SamplingParams]
-    salts: Sequence[Salt]
-    arrivals: Sequence[float] | None
-    concurrency: int | None
+    name: tuple[int, int]
+    prompt: list[int]
+    sampling: SamplingParams
+    salt: Salt
+    arrival_s: float | None
 
-    @staticmethod
-    def of(
-        prompts: Any,
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        salt: Salt | Sequence[Salt],
-        arrivals: Sequence[float] | None,
-        concurrency: Any,
-    ) -> Workload:
-        """Makes a workload; a single sampling or salt applies to all requests.
 
-        Raises:
-            ConfigError: prompts are not token ids, numbers of prompts, samplings, salts and
-                arrivals differ, or concurrency < 1.
-        """
-        tokens = _all_token_ids(prompts)
-        if concurrency is not None and not (
-            isinstance(concurrency, Integral) and int(concurrency) >= 1
-        ):
-            raise ConfigError(f"expected concurrency: None or an integer >= 1, got {concurrency!r}")
-        sampling = SamplingParams() if sampling is None else sampling
-        params = _one_each(sampling, SamplingParams, len(tokens), "SamplingParams")
-        salts = _one_each(salt, (str, bytes, type(None)), len(tokens), "salts")
-        times = None if arrivals is None else _seconds(arrivals, len(tokens))
-        names = [
-            (at, choice)
-            for at, each in enumerate(params)
-            for choice in range(getattr(each, "n", 1))
-        ]
-        return Workload(
-            names,
-            [[*tokens[at]] for at, _ in names],
-            [_continuation(params[at], choice) for at, choice in names],
-            [salts[at] for at, _ in names],
-            None if times is None else [times[at] for at, _ in names],
-            None if concurrency is None else int(concurrency),
+def planned_requests(
+    prompts: Any,
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    salt: Salt | Sequence[Salt],
+    arrivals: Sequence[float] | None,
+    concurrency: Any,
+) -> tuple[list[PlannedRequest], int]:
+    """Returns the requests of a stream, and how many may be in flight; a single sampling or salt
+    applies to all.
+
+    Raises:
+        ConfigError: prompts are not token ids, numbers of prompts, samplings, salts and arrivals
+            differ, or concurrency < 1.
+    """
+    tokens = _all_token_ids(prompts)
+    is_limit = isinstance(concurrency, Integral) and int(concurrency) >= 1
+    if concurrency is not None and not is_limit:
+        raise ConfigError(f"expected concurrency: None or an integer >= 1, got {concurrency!r}")
+    sampling, count = SamplingParams() if sampling is None else sampling, len(tokens)
+    params = _one_each(sampling, SamplingParams, count, "SamplingParams")
+    salts = _one_each(salt, (str, bytes, type(None)), count, "salts")
+    times: Sequence[float | None] = (
+        [None] * count if arrivals is None else _seconds(arrivals, count)
+    )
+    requests = [
+        PlannedRequest((at, choice), [*prompt], _continuation(each, choice), own, arrival_s)
+        for at, (prompt, each, own, arrival_s) in enumerate(
+            zip(tokens, params, salts, times, strict=True)
         )
-
-    def others(self, at: int) -> list[int]:
-        """Returns the further continuations of a prompt, given its first."""
-        index, choice = self.names[at]
-        same = takewhile(lambda other: self.names[other][0] == index, range(at, len(self.names)))
-        return [] if choice else [*same][1:]
+        for choice in range(getattr(each, "n", 1))
+    ]
+    return requests, len(requests) if concurrency is None else int(concurrency)
 
 
 def _continuation(sampling: Any, choice: int) -> Any:
@@ -91,15 +74,11 @@ def _continuation(sampling: Any, choice: int) -> Any:
     return sampling.continuation(choice) if isinstance(sampling, SamplingParams) else sampling
 
 
-class StreamEngine(Protocol):
-    """What a `Stream` needs of an engine."""
-
+class _Engine(Protocol):  # the engine imports this module
     is_streaming: bool
 
     @property
-    def open_requests(self) -> set[int]:
-        """Ids of the requests that wait or run."""
-
+    def open_requests(self) -> set[int]: ...
     def enter(
         self,
         prompt: list[int],
@@ -108,32 +87,23 @@ class StreamEngine(Protocol):
         arrived_s: float | None,
         events: deque[TokenEvent],
         name: tuple[int, int],
-    ) -> int:
-        """Queues a request whose events go to a queue, and returns its id."""
-
-    def advance(self) -> None:
-        """Computes one step."""
-
-    def has_started(self, request_id: int) -> bool:
-        """Whether the prompt of a request was computed, or it has finished."""
-
-    def drop(self, request_ids: set[int]) -> None:
-        """Aborts those of the requests that are open."""
-
-    def info(self, elapsed_s: float) -> StepInfo:
-        """Returns the state of the engine."""
+    ) -> int: ...
+    def advance(self) -> None: ...
+    def has_started(self, request_id: int) -> bool: ...
+    def drop(self, request_ids: set[int]) -> None: ...
+    def info(self, elapsed_s: float) -> StepInfo: ...
 
 
 class Stream(Iterator[TokenEvent]):
-    """Serves a workload while it is iterated over; yields the tokens of its own requests.
+    """Serves requests while it is iterated over; yields their tokens.
 
     A reader that stops early (`close`, or dropping it) aborts the requests that are still open, and
     so does an exception in a step; events that exist by then can still be read. Requests of others
     are computed along the way.
 
     Args:
-        engine: serves it.
-        workload: requests that can all be served.
+        requests: can all be served.
+        limit: requests in flight at most (closed loop).
         on_step: called after every step.
 
     Raises:
@@ -142,23 +112,26 @@ class Stream(Iterator[TokenEvent]):
     """
 
     def __init__(
-        self, engine: StreamEngine, workload: Workload, on_step: Callable[[StepInfo], None] | None
+        self,
+        engine: _Engine,
+        requests: Sequence[PlannedRequest],
+        limit: int,
+        on_step: Callable[[StepInfo], None] | None,
     ) -> None:
-        self._engine, self._workload, self._on_step = engine, workload, on_step
+        self._engine, self._limit, self._on_step = engine, limit, on_step
+        self.names = [each.name for each in requests]
         self._events: deque[TokenEvent] = deque()
         self._is_open = self._has_finished = False
         self._started_s = 0.0
         self._in_flight: set[int] = set()
-        arrivals, names = workload.arrivals, workload.names
-        self._times = [0.0] * len(names) if arrivals is None else arrivals
-        firsts = (at for at, (_, choice) in enumerate(names) if not choice)
-        self._queue = deque(sorted(firsts, key=self._times.__getitem__))
-        self._others: dict[int, list[int]] = {}  # wait for the request that computes their prompt
-
-    @property
-    def names(self) -> Sequence[tuple[int, int]]:
-        """Index and continuation of each request."""
-        return self._workload.names
+        # The first continuation of a prompt computes it, and the others wait for that.
+        firsts = [each for each in requests if not each.name[1]]
+        self._queue = deque(sorted(firsts, key=_due_s))
+        self._later = {first.name[0]: deque[PlannedRequest]() for first in firsts}
+        for each in requests:
+            if each.name[1]:
+                self._later[each.name[0]].append(each)
+        self._waiting: dict[int, deque[PlannedRequest]] = {}  # by the id of the first
 
     def __next__(self) -> TokenEvent:
         while not self._events:
@@ -193,36 +166,33 @@ class Stream(Iterator[TokenEvent]):
 
     def _step(self) -> None:
         """Submits what is due and computes a step, or waits for the next arrival."""
-        engine, times = self._engine, self._times
+        engine, queue = self._engine, self._queue
         elapsed = time.perf_counter() - self._started_s
-        for first in [each for each in self._others if engine.has_started(each)]:
-            self._queue.extendleft(reversed(self._others.pop(first)))
-        limit = self._workload.concurrency or len(times)
-        while self._queue and times[self._queue[0]] <= elapsed and len(self._in_flight) < limit:
-            self._submit(self._queue.popleft())
+        for first in [each for each in self._waiting if engine.has_started(each)]:
+            queue.extendleft(reversed(self._waiting.pop(first)))
+        while queue and _due_s(queue[0]) <= elapsed and len(self._in_flight) < self._limit:
+            self._submit(queue.popleft())
         if self._in_flight & engine.open_requests:
             engine.advance()
             if self._on_step is not None:
                 self._on_step(engine.info(time.perf_counter() - self._started_s))
-        elif self._queue and not self._in_flight:
-            time.sleep(times[self._queue[0]] - elapsed)
+        elif queue and not self._in_flight:
+            time.sleep(_due_s(queue[0]) - elapsed)
         self._in_flight &= engine.open_requests
-        if self._has_finished or not (self._queue or self._in_flight or self._others):
+        if self._has_finished or not (queue or self._in_flight or self._waiting):
             self.close()
 
-    def _submit(self, at: int) -> None:
-        workload = self._workload
-        request_id = self._engine.enter(
-            workload.prompts[at],
-            workload.sampling[at],
-            workload.salts[at],
-            None if workload.arrivals is None else self._started_s + self._times[at],
-            self._events,
-            workload.names[at],
-        )
+    def _submit(self, request: PlannedRequest) -> None:
+        name, prompt, sampling, salt, arrival_s = request
+        arrived_s = None if arrival_s is None else self._started_s + arrival_s
+        request_id = self._engine.enter(prompt, sampling, salt, arrived_s, self._events, name)
         self._in_flight.add(request_id)
-        if others := workload.others(at):
-            self._others[request_id] = others
+        if later := self._later.pop(name[0], None):
+            self._waiting[request_id] = later
+
+
+def _due_s(request: PlannedRequest) -> float:
+    return request.arrival_s or 0.0
 
 
 def results_of(stream: Stream, *, in_order: bool) -> Iterator[GenerationResult]:

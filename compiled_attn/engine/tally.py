@@ -121,12 +121,10 @@ class Tally:
     All numbers are one array, and a step is one addition to it.
 
     Args:
-        buckets: all buckets that steps run in.
         cost: relative cost of a bucket.
 
     Attributes:
         blocks: blocks in use and the highest of them, over the busy seconds.
-        last: the last step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], cost: Callable[[Bucket], float]) -> None:

@@ -1,7 +1,8 @@
-"""The executor of one rank under tensor parallelism."""
+"""The executor of one rank under tensor parallelism, and its backend."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,11 +16,15 @@ from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.ranks.group import Ranks
 from compiled_attn.ranks.shard import shard
-from compiled_attn.ranks.turns import RankZeroFirst
 from graphs import BucketEvent, WarmupReport
 from graphs.capture.capture import resolve
+from graphs.capture.contract import Backend, Frozen, Job
+from graphs.torch_internals.compiling import compiling_after
+from graphs.torch_internals.events import at_compile_end
 
-__all__ = ["RankExecutor"]
+__all__ = ["RankExecutor", "RankZeroFirst"]
+
+_TURNS = itertools.count()  # per process, because marks persist
 
 
 class RankExecutor(LocalExecutor):
@@ -27,14 +32,6 @@ class RankExecutor(LocalExecutor):
 
     In strict mode all ranks compare each step before they compute it. Rank 0 compiles each graph
     first, and the others then load it from the store or inductor's cache.
-
-    Args:
-        ranks: ranks of the process group.
-        model: sharded, see `divide`.
-        config: the same on each rank.
-
-    Raises:
-        ConfigError, graphs.CaptureError, ValueError: see `LocalExecutor`.
     """
 
     def __init__(self, ranks: Ranks, model: PreTrainedModel, config: EngineConfig) -> None:
@@ -64,12 +61,7 @@ class RankExecutor(LocalExecutor):
         return replace(super().report(), ranks=self.ranks.count)
 
     def launch(self, step: PlannedStep) -> Sequence[RowResult]:
-        """Launch a step, see `Executor.launch`; the results are the same on each rank.
-
-        Raises:
-            RankLost: a rank exited.
-            RanksDisagree: a rank is about to compute another step (strict).
-        """
+        """Launch a step, see `Executor.launch`; the results are the same on each rank."""
         if self.config.strict:
             self.ranks.compare(_facts(step))
         with self.ranks.guard():
@@ -92,3 +84,42 @@ def _facts(step: PlannedStep) -> dict[str, NDArray[np.int64]]:
         "counts of blocks": rows.held,
         "bucket sizes": np.array([*step.bucket.values()]),
     }
+
+
+class RankZeroFirst(Backend):
+    """Wraps a backend so that rank 0 compiles each graph before the other ranks do.
+
+    A graph contains collectives, so all ranks run it during capture and none can finish before the
+    others. Only the compile waits, not the trace before it: the other ranks compile after rank 0,
+    from inductor's cache.
+    """
+
+    def __init__(self, backend: Backend, ranks: Ranks) -> None:
+        self.name, self.options = backend.name, backend.options
+        self._backend, self._ranks = backend, ranks
+
+    def available(self) -> str | None:
+        """See `Backend`."""
+        return self._backend.available()
+
+    def capture(self, job: Job) -> Frozen:
+        """Capture; the other ranks compile after rank 0."""
+        turn = f"compiled {next(_TURNS)}"
+        if not self._ranks.leads:
+            with compiling_after(lambda: self._ranks.wait(turn)):
+                return self._backend.capture(job)
+        try:
+            if self._backend.has(job):
+                self._ranks.mark(turn)
+            with at_compile_end(lambda: self._ranks.mark(turn)):
+                return self._backend.capture(job)
+        finally:
+            self._ranks.mark(turn)
+
+    def has(self, job: Job) -> bool:
+        """See `Backend`."""
+        return self._backend.has(job)
+
+    def why_no_symbolic(self) -> str:
+        """See `Backend`."""
+        return self._backend.why_no_symbolic()

@@ -1,17 +1,23 @@
-"""The process group of one model under torchrun, and the collectives of its host side."""
+"""The process group of one model under torchrun, and the collectives of its host side.
+
+A rank that exited is detected by a failed collective, or by torchrun's SIGTERM.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
 import pickle
+import signal
 import socket
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,10 +25,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from compiled_attn.errors import ConfigError, RankLost, RanksDisagree
-from compiled_attn.ranks.peers import Peers
 from graphs.torch_internals.dispatch import default_store
 
-__all__ = ["Ranks", "join_ranks"]
+__all__ = ["Peers", "Ranks", "join_ranks"]
+
+_PATIENCE_S = 2.0  # a connection closes before its process is seen to exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +38,6 @@ class Ranks:
 
     Args:
         rank: number of this rank; rank 0 leads.
-        count: number of ranks.
-        group: name of the process group.
-        peers: the processes of all ranks.
     """
 
     rank: int
@@ -168,3 +172,73 @@ def join_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
             yield Ranks(dist.get_rank(), len(addresses), group.group_name, peers)
     finally:
         dist.destroy_process_group()
+
+
+class Peers:
+    """The processes of all ranks."""
+
+    def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
+        self._addresses = addresses
+        self._is_reported = False
+
+    def explain(self, failure: str) -> str:
+        """Return a message about exited ranks for a failed call; empty if none has."""
+        is_lost = "onnection" in failure or "imed out" in failure or "peer" in failure
+        end = time.monotonic() + (_PATIENCE_S if is_lost else 0)
+        while not (lost := self._lost()) and time.monotonic() < end:
+            time.sleep(0.02)
+        if not lost and not is_lost:
+            return ""
+        self._is_reported = True
+        return self._message(lost or f"one of them ({failure.splitlines()[0]})")
+
+    @contextmanager
+    def handle_signals(self) -> Iterator[Self]:
+        """Turn SIGINT and SIGTERM into one KeyboardInterrupt, see `join_ranks`."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for each in before:
+                signal.signal(each, self._interrupt)
+            yield self
+        except KeyboardInterrupt as error:
+            if str(error):
+                raise RankLost(str(error)) from None
+            raise
+        finally:
+            if not self._is_reported:  # otherwise torchrun's own signal may still come
+                for each, handler in before.items():
+                    signal.signal(each, handler)
+
+    def _interrupt(self, number: int, _: Any) -> None:
+        if self._is_reported:  # torchrun repeats SIGINT, and sends SIGTERM after a loss
+            return
+        self._is_reported = True
+        if number == signal.SIGTERM and (lost := self._lost()):
+            raise KeyboardInterrupt(self._message(lost))
+        raise KeyboardInterrupt
+
+    def _message(self, lost: str) -> str:
+        return (
+            f"expected {len(self._addresses)} ranks, got no answer of {lost}: see its own output, "
+            "and start all ranks again"
+        )
+
+    def _lost(self) -> str:
+        here = socket.gethostname()
+        return ", ".join(
+            f"rank {rank} (process {pid}), which exited"
+            for rank, (host, pid) in enumerate(self._addresses)
+            if host == here and not _is_alive(pid)
+        )
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")

@@ -30,12 +30,7 @@ _REPLICATED = {
 
 
 class AllReduced(nn.Module):
-    """Sums the outputs of a module over the ranks.
-
-    Args:
-        part: the module.
-        group: name of the process group.
-    """
+    """Sums the outputs of a module over the ranks."""
 
     def __init__(self, part: nn.Module, group: str) -> None:
         super().__init__()
@@ -56,7 +51,6 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     several ranks where there are fewer heads than ranks.
 
     Args:
-        model: whole, the same on each rank.
         ranks: ranks of the process group; one rank changes nothing.
 
     Raises:

@@ -10,14 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.step.parts import StepBatch, StepPlan
 from compiled_attn.step.parts_layout import PartsLayout
-from compiled_attn.step.requests import (
-    Ints,
-    Request,
-    RequestTable,
-    StepRows,
-    block_ids,
-    check_ids,
-)
+from compiled_attn.step.requests import Ints, Request, RequestTable, StepRows, block_ids, check_ids
 from compiled_attn.step.tables import TableLayout, TablePlan
 
 __all__ = ["BatchBuilder"]
@@ -30,7 +23,6 @@ class BatchBuilder:
 
     Args:
         num_blocks: blocks of the cache, null block 0 included.
-        block_size: slots in a block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -63,19 +55,11 @@ class BatchBuilder:
         return self.plan(requests).fill(bucket)
 
     def plan(self, requests: Sequence[Request]) -> StepPlan:
-        """Plans the step in parts: its ``need`` picks the bucket that ``fill`` pads it to.
-
-        Raises:
-            ValueError: see `build`.
-        """
+        """Plans the step in parts: its ``need`` picks the bucket that ``fill`` pads it to."""
         return self._parts.plan(self.rows_of(requests))
 
     def plan_tables(self, requests: Sequence[Request]) -> TablePlan:
-        """Plans the step in tables, for the op: its need is tokens and requests.
-
-        Raises:
-            ValueError: see `build`.
-        """
+        """Plans the step in tables, for the op: its need is tokens and requests."""
         return self._tables.plan(self.rows_of(requests))
 
     def plan_rows(
@@ -139,11 +123,7 @@ class BatchBuilder:
         )
 
     def rows_of(self, requests: Sequence[Request]) -> StepRows:
-        """Collects a step from requests, for a layout to plan.
-
-        Raises:
-            ValueError: see `build`.
-        """
+        """Collects a step from requests, for a layout to plan."""
         if not requests:
             raise ValueError("expected at least one request in a step, got none")
         tables = [np.asarray(request.block_table, np.int64) for request in requests]

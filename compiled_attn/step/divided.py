@@ -50,18 +50,7 @@ class BlockShare:
 
 
 class DividedPlan(TablePlan):
-    """A step of which a rank reads the earlier tokens that it stores.
-
-    Args:
-        rows: requests and tokens, in blocks of all ranks.
-        used: ``[R]`` blocks that each request reads.
-        share: the blocks of the rank.
-        block_size: slots in a block.
-        width: default width of the tables; None: that of the longest request.
-
-    Attributes:
-        need: the sizes of a bucket that holds it, the same on every rank.
-    """
+    """A step of which a rank reads the earlier tokens that it stores."""
 
     def __init__(
         self, rows: StepRows, used: Ints, share: BlockShare, block_size: int, width: int | None

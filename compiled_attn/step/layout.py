@@ -16,24 +16,12 @@ from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.step.requests import StepRows
 from graphs import BucketSpace
 
-__all__ = [
-    "ModelWork",
-    "Plan",
-    "StepLayout",
-    "StepLimits",
-]
+__all__ = ["ModelWork", "Plan", "StepLayout", "StepLimits"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that a scheduler can schedule.
-
-    Args:
-        tokens: new tokens of all requests.
-        seqs: requests.
-        context_blocks: blocks of the longest request.
-        pool_blocks: blocks that requests can own.
-    """
+    """The largest step that a scheduler can schedule."""
 
     tokens: int
     seqs: int

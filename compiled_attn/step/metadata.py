@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from compiled_attn.step.requests import StepRows, padded
 
 __all__ = ["AttentionMetadata"]
 
@@ -48,44 +43,3 @@ class AttentionMetadata:
     context_lens_tensor: Tensor
     block_tables: Tensor
     use_captured_graph: bool
-
-    @staticmethod
-    def of(
-        rows: StepRows,
-        tables: NDArray[np.int32],
-        *,
-        requests: int,
-        tokens: int,
-        use_captured_graph: bool,
-    ) -> AttentionMetadata:
-        """Makes the metadata of a step, padded to ``requests`` and ``tokens``.
-
-        Args:
-            rows: requests and tokens of the step.
-            tables: ``[requests, W]`` block tables, padded already.
-            requests, tokens: sizes to pad to.
-            use_captured_graph: whether the step runs a captured graph.
-        """
-        query, prefill = rows.query, rows.is_prefill
-        seq = rows.context + query
-        seq_lens = padded(seq, requests)
-        return AttentionMetadata(
-            num_prefills=int(prefill.sum()),
-            num_prefill_tokens=int(query[prefill].sum()),
-            num_decode_tokens=int(query[~prefill].sum()),
-            slot_mapping=padded(rows.slots, tokens),
-            seq_lens=seq_lens.tolist(),
-            seq_lens_tensor=seq_lens.int(),
-            max_query_len=int(query.max()),
-            max_prefill_seq_len=int(seq[prefill].max(initial=0)),
-            max_decode_seq_len=int(seq[~prefill].max(initial=0)),
-            query_start_loc=_running_sum(padded(query, requests)),
-            seq_start_loc=_running_sum(seq_lens),
-            context_lens_tensor=padded(rows.context, requests).int(),
-            block_tables=torch.from_numpy(tables),
-            use_captured_graph=use_captured_graph,
-        )
-
-
-def _running_sum(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()

@@ -100,13 +100,7 @@ class StepBatch(NamedTuple):
     def metadata(
         self, block_size: int, causal_width: int | None = None, shared_chunk: int | None = None
     ) -> UnifiedMetadata:
-        """Returns the metadata for `unified_attention`: traceable, no host work.
-
-        Args:
-            block_size: slots in a block.
-            causal_width, shared_chunk: see `UnifiedMetadata`; without a chunk the bias of the
-                shared blocks is made here, once for all layers.
-        """
+        """Returns the metadata for `unified_attention`: traceable, no host work."""
         shared = self.shared_usage
         if shared is not None and shared_chunk is None:
             shared = usage_bias(shared, block_size)
@@ -156,10 +150,7 @@ class StepPlan:
     """A planned step in parts, which can be padded to any bucket that holds it.
 
     Args:
-        rows: requests and tokens of the step.
-        entries: the cached blocks they read.
         shared: ``[n]`` bool, which entries are read by more than one query token.
-        block_size: slots in a block.
     """
 
     def __init__(
@@ -216,7 +207,6 @@ class StepPlan:
         """Returns metadata for `paged_attention_v1/v2` and for variable-length attention.
 
         Args:
-            block_size: slots in a block, that of the builder.
             bucket: sizes ``tokens``, ``requests`` and ``width`` (blocks of a table) to pad to for a
                 captured graph; others are not padded. None: no padding.
             tables: False leaves the block tables out of a step of first prefills, which read no
@@ -235,14 +225,29 @@ class StepPlan:
         need = {"tokens": len(rows.tokens), "requests": len(used), "width": int(used.max())}
         sizes = {**need, **{axis: n for axis, n in (bucket or {}).items() if axis in need}}
         check_holds(sizes, need)
-        leave_out = not tables and bool(rows.is_prefill.all()) and not rows.context.any()
-        return AttentionMetadata.of(
-            rows,
+        query, prefill, requests = rows.query, rows.is_prefill, sizes["requests"]
+        leave_out = not tables and bool(prefill.all()) and not rows.context.any()
+        held = (
             np.zeros((0, 0), np.int32)
             if leave_out
-            else block_tables(rows, used, sizes["requests"], sizes["width"]),
-            requests=sizes["requests"],
-            tokens=sizes["tokens"],
+            else block_tables(rows, used, requests, sizes["width"])
+        )
+        seq = rows.context + query
+        seq_lens = padded(seq, requests)
+        return AttentionMetadata(
+            num_prefills=int(prefill.sum()),
+            num_prefill_tokens=int(query[prefill].sum()),
+            num_decode_tokens=int(query[~prefill].sum()),
+            slot_mapping=padded(rows.slots, sizes["tokens"]),
+            seq_lens=seq_lens.tolist(),
+            seq_lens_tensor=seq_lens.int(),
+            max_query_len=int(query.max()),
+            max_prefill_seq_len=int(seq[prefill].max(initial=0)),
+            max_decode_seq_len=int(seq[~prefill].max(initial=0)),
+            query_start_loc=_running_sum(padded(query, requests)),
+            seq_start_loc=_running_sum(seq_lens),
+            context_lens_tensor=padded(rows.context, requests).int(),
+            block_tables=torch.from_numpy(held),
             use_captured_graph=bucket is not None,
         )
 
@@ -289,3 +294,7 @@ class StepPlan:
             "unique_starts": padded(self._unique.starts, size),
             "unique_queries": padded(first_row[self._unique_owners], queries, fill=-1),
         }
+
+
+def _running_sum(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()

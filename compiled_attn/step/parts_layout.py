@@ -31,8 +31,6 @@ class PartsLayout:
     """The layout of steps whose causal, shared and unique parts are computed separately and merged.
 
     Args:
-        num_blocks: blocks of the cache, null block included.
-        block_size: slots in a block.
         width: blocks of the longest request; no tensor of this layout depends on it.
     """
 

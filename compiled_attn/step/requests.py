@@ -67,8 +67,6 @@ class RequestTable:
     without Python work per block.
 
     Args:
-        max_requests: rows.
-        max_blocks: blocks of the longest request.
         in_place: whether a step of the first rows, in order, reads them without a copy; it must
             then be filled and run before the table changes again.
     """
@@ -111,12 +109,7 @@ class RequestTable:
         self.write(request_id, int(self.lengths[self.row(request_id)]), blocks)
 
     def write(self, request_id: Hashable, start: int, blocks: Sequence[int] | Ints) -> None:
-        """Replaces the blocks of a request's row from ``start`` on.
-
-        Raises:
-            KeyError: the request has no row.
-            ValueError: too many blocks, or the row has fewer than ``start``.
-        """
+        """Replaces the blocks of a request's row from ``start`` on."""
         row = self.row(request_id)
         if not 0 <= start <= self.lengths[row]:
             raise ValueError(
@@ -154,11 +147,7 @@ class RequestTable:
         return self.blocks if is_first else None
 
     def row(self, request_id: Hashable) -> int:
-        """Returns the row of a request.
-
-        Raises:
-            KeyError: it has none.
-        """
+        """Returns the row of a request."""
         row = self._rows.get(request_id)
         if row is None:
             raise KeyError(f"expected a request of the table, got {request_id!r}: add it first")

@@ -114,12 +114,7 @@ class TablePlan:
     """A planned step in tables, which can be padded to any bucket that holds it.
 
     Args:
-        rows: requests and tokens of the step.
-        used: ``[R]`` blocks that each request reads.
         width: default width of the tables; None: that of the longest request.
-
-    Attributes:
-        need: the sizes of a bucket that holds it.
     """
 
     def __init__(self, rows: StepRows, used: Ints, width: int | None = None) -> None:
@@ -166,8 +161,6 @@ class TableLayout:
     """The layout of steps for the op, which reads what a step needs, whatever its bucket.
 
     Args:
-        num_blocks: blocks of the cache, null block included.
-        block_size: slots in a block.
         width: blocks of the longest request; None: that of each step, for graphs of no fixed width.
     """
 

@@ -7,7 +7,6 @@ the moves.
 from __future__ import annotations
 
 from compiled_attn.cache.defrag.defragmenter import (
-    BlockCopies,
     DefragReport,
     DefragTotals,
     Move,
@@ -18,7 +17,6 @@ from compiled_attn.cache.defrag.swap import PAD_SIZES, BlockSwap
 
 __all__ = [
     "PAD_SIZES",
-    "BlockCopies",
     "BlockSwap",
     "DefragReport",
     "DefragTotals",

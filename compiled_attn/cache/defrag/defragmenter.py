@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import NamedTuple
 
 from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.pool import BlockPool
 from compiled_attn.cache.defrag.logical import LogicalBlocks
+from compiled_attn.cache.defrag.swap import BlockSwap
 
-__all__ = [
-    "BlockCopies",
-    "DefragReport",
-    "DefragTotals",
-    "Move",
-    "OnlineDefragmenter",
-]
-
-
-class BlockCopies(Protocol):
-    """Copies blocks of a cache, as `BlockSwap` does."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the cache including the null block."""
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block in all tensors together."""
-
-    def move(self, pairs: NDArray[np.integer[Any]] | Sequence[tuple[int, int]]) -> None:
-        """Copies blocks from sources to destinations."""
-
-    def take(self, blocks: Sequence[int] | NDArray[np.integer[Any]]) -> list[Tensor]:
-        """Returns a copy of blocks."""
-
-    def put(
-        self, blocks: Sequence[int] | NDArray[np.integer[Any]], contents: Sequence[Tensor]
-    ) -> None:
-        """Writes the result of `take` to as many blocks."""
+__all__ = ["DefragReport", "DefragTotals", "Move", "OnlineDefragmenter"]
 
 
 class Move(NamedTuple):
     """A used block on its way from a high id to a low one.
 
     Attributes:
-        source, destination: physical blocks.
         is_swap: whether the destination has content worth keeping, so that the two blocks are
             exchanged; otherwise it is overwritten.
     """
@@ -71,10 +37,8 @@ class DefragReport:
     """Result of one call of ``OnlineDefragmenter.defragment``.
 
     Attributes:
-        moves: used blocks that were moved to a lower id.
         swaps: those of them that were exchanged with a block worth keeping.
         bytes: bytes written in the cache, in all layers (as many were read).
-        range_before, range_after: highest used block.
     """
 
     moves: int
@@ -136,7 +100,7 @@ class OnlineDefragmenter:
     def __init__(
         self,
         blocks: BlockPool | LogicalBlocks,
-        swap: BlockCopies,
+        swap: BlockSwap,
         *,
         max_waste: float = 0.25,
         min_gap: int = 8,

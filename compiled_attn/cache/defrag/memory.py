@@ -22,20 +22,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class CacheMemory:
-    """The memory of all tensors of a cache.
-
-    Args:
-        buffers, num_blocks: see `BlockSwap`.
-
-    Attributes:
-        num_blocks: blocks of each tensor.
-        bytes_per_block: bytes of a block in all tensors together.
-        addresses: address of each tensor when this was created.
-        device: device of all tensors.
-
-    Raises:
-        ValueError, TypeError: see `BlockSwap`.
-    """
+    """The memory of all tensors of a cache."""
 
     def __init__(self, buffers: PagedKVCache | Sequence[Tensor], num_blocks: int | None) -> None:
         self._tensors = _source_of(buffers)
@@ -82,11 +69,7 @@ class Extent:
 
 
 def extent_of(tensor: Tensor, num_blocks: int) -> Extent:
-    """Returns the extent of a tensor whose first axis is blocks, or flat slots of all blocks.
-
-    Raises:
-        ValueError: axis 0 is not a multiple of ``num_blocks``, or a block is not contiguous.
-    """
+    """Returns the extent of a tensor whose first axis is blocks, or flat slots of all blocks."""
     slots = tensor.shape[0] if tensor.dim() else 0
     if not tensor.numel() or slots % num_blocks:
         raise ValueError(

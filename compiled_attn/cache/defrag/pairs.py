@@ -26,8 +26,6 @@ class PaddedPairs:
         function: takes ``sources [P]`` and ``destinations [P]`` int64.
         axis: name of the lists in buckets, errors and reports.
         pad_sizes: lengths P to capture, each at least 1.
-        device: device of the lists.
-        backend, options: see `graphs.WarmupManager`.
         strict: raise if a pad size cannot be captured; else a larger one replaces it.
     """
 
@@ -98,25 +96,14 @@ class PaddedPairs:
 
 
 def swap_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
-    """Returns the pairs of an exchange, ``[N, 2]``, without padding.
-
-    Raises:
-        TypeError: they are not integers.
-        ValueError: a block is out of range, the null block, or occurs twice.
-    """
+    """Returns the pairs of an exchange, ``[N, 2]``, without padding; raises for bad ones."""
     checked = _in_range(pairs, num_blocks)
     _check_distinct(checked.ravel(), "block", "swap")
     return checked
 
 
 def move_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
-    """Returns the pairs of a one-way copy, ``[N, 2]``, without padding.
-
-    Raises:
-        TypeError: they are not integers.
-        ValueError: a block is out of range or the null block, or a destination occurs twice or is a
-            source.
-    """
+    """Returns the pairs of a one-way copy, ``[N, 2]``, without padding; raises for bad ones."""
     checked = _in_range(pairs, num_blocks)
     _check_distinct(checked[:, 1], "destination", "move")
     both = np.intersect1d(checked[:, 0], checked[:, 1])
@@ -131,12 +118,7 @@ def move_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
 def distinct_blocks(
     blocks: Sequence[int] | NDArray[np.integer], num_blocks: int
 ) -> NDArray[np.int64]:
-    """Returns a list of blocks as an array ``[N]``.
-
-    Raises:
-        TypeError: they are not integers.
-        ValueError: a block is out of range, the null block, or occurs twice.
-    """
+    """Returns distinct blocks as an array ``[N]``; raises for bad ones."""
     given = np.asarray(blocks)
     if given.dtype.kind not in "iu" or given.ndim != 1:
         raise TypeError(

@@ -56,10 +56,6 @@ class BlockSwap(nn.Module):
             replaces it.
         exchanges: whether to capture :meth:`swap`, which `OnlineDefragmenter` does not need.
 
-    Attributes:
-        num_blocks: blocks of the cache.
-        bytes_per_block: bytes of a block in all tensors together.
-
     Shape:
         - forward(sources ``[P]``, destinations ``[P]``) int64 blocks on the device of the cache ->
           None
@@ -189,22 +185,13 @@ class BlockSwap(nn.Module):
             self._moves.run(part)
 
     def take(self, blocks: Sequence[int] | NDArray[np.integer]) -> list[Tensor]:
-        """Returns a copy of ``blocks``, ``[N, words]`` for each tensor of the cache.
-
-        Raises:
-            ValueError, TypeError: a block is out of range, the null block, or occurs twice.
-            RuntimeError: as :meth:`swap`.
-        """
+        """Returns a copy of ``blocks``, ``[N, words]`` for each tensor of the cache."""
         self._check_ready()
         at = self._index(blocks)
         return [read.index_select(0, at) for _, read in self._memory()]
 
     def put(self, blocks: Sequence[int] | NDArray[np.integer], contents: Sequence[Tensor]) -> None:
-        """Writes the result of :meth:`take` to as many blocks; may be repeated.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: as :meth:`take`.
-        """
+        """Writes the result of :meth:`take` to as many blocks; may be repeated."""
         self._check_ready()
         at = self._index(blocks)
         for (rows, _), content in zip(self._memory(), contents, strict=True):

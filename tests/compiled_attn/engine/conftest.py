@@ -19,7 +19,7 @@ def model() -> Any:
 def paced() -> Iterator[tuple[Any, Any]]:
     """The executor of an engine of which the test lets each step go, and what serves it."""
     from compiled_attn import AsyncEngine  # where the extra hf is not there, other tests go on
-    from tests.compiled_attn.engine.paced import SECONDS, Paced, warm_engine
+    from tests.compiled_attn.engine.counting import SECONDS, Paced, warm_engine
 
     executor = Paced()
     serving = AsyncEngine(warm_engine(executor), max_waiting=2)

@@ -1,13 +1,14 @@
-"""An executor that counts instead of computing, for tests of what an engine does around it."""
+"""Executors that count instead of computing, for tests of what an engine does around them."""
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
-from compiled_attn.engine import EngineConfig
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.executor import ExecutorReport, PlannedStep
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.request_state import RequestState
@@ -17,6 +18,8 @@ from compiled_attn.step import BatchBuilder, StepLimits, TableLayout
 from graphs import WarmupReport
 
 CONFIG = EngineConfig(16, 4, block_size=4, num_blocks=20, context=40, defrag_waste=1)
+LONG = SamplingParams(max_new_tokens=30)
+SECONDS = 20.0  # that nothing here takes, but a machine under load may
 
 
 class Counting:
@@ -111,3 +114,31 @@ class CountingAhead(Counting):
 
 def sum_of_sizes(bucket):
     return float(sum(bucket.sizes))
+
+
+class Paced(Counting):
+    """Takes a step when the test lets it; fails in the step that the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = threading.Semaphore(0)
+        self.begun = threading.Event()
+        self.error: BaseException | None = None
+
+    def launch(self, step):
+        self.begun.set()
+        assert self.steps.acquire(timeout=SECONDS)
+        if self.error is not None:
+            raise self.error
+        return super().launch(step)
+
+
+def warm_engine(executor=None) -> Engine:
+    engine = Engine(executor or Counting(), CONFIG)
+    engine.warmup()
+    return engine
+
+
+def used(engine: Engine) -> int:
+    """Blocks that requests hold."""
+    return engine.sizing.num_blocks - 1 - engine.pool.available

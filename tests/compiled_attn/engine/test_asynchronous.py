@@ -14,7 +14,7 @@ import pytest
 from compiled_attn import AsyncEngine
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import QueueFull, RequestCancelled
-from tests.compiled_attn.engine.paced import LONG, SECONDS, used, warm_engine
+from tests.compiled_attn.engine.counting import LONG, SECONDS, used, warm_engine
 from tests.compiled_attn.tiny import tiny_model
 
 

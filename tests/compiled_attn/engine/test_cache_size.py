@@ -123,8 +123,7 @@ def test_the_default_model_takes_what_it_always_took():
 
 def test_the_report_says_what_was_chosen_and_why(model):
     engine = Engine(
-        model,
-        EngineConfig(16, 4, block_size=4, kv_memory="80KiB", backend="eager", max_graphs=3),
+        model, EngineConfig(16, 4, block_size=4, kv_memory="80KiB", backend="eager", max_graphs=3)
     )
     engine.warmup()
     list(engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2)))

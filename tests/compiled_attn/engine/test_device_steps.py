@@ -15,16 +15,10 @@ from tests.compiled_attn.tiny import tiny_model
 from tests.fake_device import counts, open_device
 from tests.graphs.backends.hpu_bridge import Bridge, stubbed_bridge
 from tests.graphs.backends.replay_double import ReplayDouble
+from tests.slow import slow_but
 
 CONFIG = EngineConfig(
-    16,
-    4,
-    block_size=4,
-    num_blocks=40,
-    context=64,
-    backend="eager",
-    max_graphs=4,
-    defrag_waste=1,
+    16, 4, block_size=4, num_blocks=40, context=64, backend="eager", max_graphs=4, defrag_waste=1
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7], [5] * 9]
 GREEDY = SamplingParams(max_new_tokens=8)
@@ -211,3 +205,26 @@ def test_a_step_that_has_begun_outlives_a_second_warmup(sampling):
     here, _ = served_by("cpu", "eager")
     there, ahead = served_by("fake_device", Recorded())
     assert there == here and ahead
+
+
+class RecordedCode(Recorded):
+    """Records compiled code, on doubles of CUDA graphs."""
+
+    options: ClassVar = {**CudaGraphBackend.options, "compiler": "aot_eager"}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kernel", slow_but(("native",), ("native", "portable")))
+def test_compiled_steps_give_the_tokens_of_a_cpu_and_wait_for_nothing(kernel, recorded):
+    config = replace(CONFIG, kernel=kernel)
+    here, _, _ = served("cpu", RANDOM, config)
+    backend = RecordedCode() if recorded else "aot_eager"
+    there, spent, engine = served("fake_device", RANDOM, replace(config, backend=backend))
+    assert tokens(there) == tokens(here)
+    assert each_step(spent) == (1, 1, 0, 0)
+    report = engine.executor.graphs.report
+    assert len(report.captured) == len(report.results)
+    assert kernel == "portable" or report.graphs < len(report.results)  # sizes are symbols
+    if recorded:
+        assert backend.doubles[0].replays == engine.report().steps

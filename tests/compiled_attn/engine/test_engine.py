@@ -293,8 +293,7 @@ def test_a_bucket_that_cannot_be_captured_is_an_error_when_strict_and_a_fallback
     for strict in (True, False):
         settings = {"buckets": explicit(AXES, [(24, 32, 128, 4), (8, 8, 40, 4)]), "strict": strict}
         engine = Engine(
-            tiny_model(),
-            EngineConfig(24, 4, 4, num_blocks=128, backend="eager", **settings),
+            tiny_model(), EngineConfig(24, 4, 4, num_blocks=128, backend="eager", **settings)
         )
         engine.executor.graphs._capturing.make_inputs = broken
         if strict:

@@ -68,10 +68,7 @@ def double(device: str):
     return ReplayDouble(device=device)
 
 
-DEVICES = {
-    "fake_device": ("eager", "cudagraph"),
-    "cuda": ("eager", "inductor", "cudagraph"),
-}
+DEVICES = {"fake_device": ("eager", "cudagraph"), "cuda": ("eager", "inductor", "cudagraph")}
 RUNS = [
     pytest.param(device, backend, marks=[pytest.mark.gpu] if device == "cuda" else [])
     for device, backends in DEVICES.items()

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.steps import StepResult
-from compiled_attn.engine.transaction import Transactions, delayed_interrupt
-from tests.compiled_attn.engine.paced import warm_engine
+from compiled_attn.engine.steps import StepResult, Transactions, delayed_interrupt
+from tests.compiled_attn.engine.counting import warm_engine
 from tests.compiled_attn.engine.small import rest_of, small_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 from tests.fake_device import counts, open_device

@@ -18,8 +18,7 @@ from compiled_attn import AsyncEngine
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.errors import EngineStopped, RequestCancelled
-from tests.compiled_attn.engine.counting import CONFIG, Counting
-from tests.compiled_attn.engine.paced import LONG, SECONDS, used, warm_engine
+from tests.compiled_attn.engine.counting import CONFIG, LONG, SECONDS, Counting, used, warm_engine
 from tests.compiled_attn.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,4 +1,4 @@
-"""Sampling: greedy, truncated, seeded, independent of the batch."""
+"""Sampling: greedy, truncated, seeded, independent of the batch; its settings as tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from hypothesis import strategies as st
 
 from compiled_attn.engine import SamplingParams
 from compiled_attn.engine.sampler import NOT_FINITE
+from compiled_attn.engine.sampling_rows import SamplingRows, uniforms
+from compiled_attn.ops.sampling import greedy, reference
 from tests.compiled_attn.engine.sampled import sample, sample_rows
 
 
 def _draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:
     many = [SamplingParams(temperature=params.pop("temperature", 1.0), **params)] * count
     return np.array(sample(logits.expand(count, -1), many, list(range(count))))
-
-
-def test_temperature_zero_takes_the_most_likely_token():
-    logits = torch.tensor([[0.1, 3.0, 2.9], [5.0, 1.0, 0.0]])
-    assert sample(logits, [SamplingParams()] * 2, [0, 0]) == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -43,21 +40,6 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
     assert set(_draws(logits, 500, top_p=0.65)) == {1, 3}
     assert set(_draws(logits, 500, top_p=0.71)) == {1, 2, 3}
     assert set(_draws(logits, 100, top_p=1e-9)) == {1}
-
-
-def test_a_draw_depends_on_seed_and_step_and_not_on_the_batch():
-    logits = torch.randn(6, 50)
-    params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(6)]
-    together = sample(logits, params, [3] * 6)
-    alone = [sample(logits[row : row + 1], [params[row]], [3])[0] for row in range(6)]
-    assert together == alone
-    steps = [sample(logits[:1], params[:1], [step])[0] for step in range(20)]
-    assert len(set(steps)) > 3
-
-
-def test_a_row_of_bfloat16_logits_is_sampled():
-    logits = torch.tensor([[0.0, 9.0]], dtype=torch.bfloat16)
-    assert sample(logits, [SamplingParams(temperature=0.1)], [0]) == [1]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -105,13 +87,6 @@ def test_numbers_of_numpy_are_taken_as_pythons():
 def test_one_stop_string_may_stand_alone():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-
-
-def test_a_top_k_above_the_vocabulary_keeps_all():
-    params = [SamplingParams(temperature=1.0, top_k=10**9, seed=3)]
-    everything = [SamplingParams(temperature=1.0, seed=3)]
-    logits = torch.randn(1, 20)
-    assert sample(logits, params, [0]) == sample(logits, everything, [0])
 
 
 def by_sorting(logits: torch.Tensor, params: SamplingParams, step: int) -> int:
@@ -184,3 +159,37 @@ def test_max_tokens_is_another_name_of_max_new_tokens():
             SamplingParams(max_new_tokens=other, max_tokens=5)
     with pytest.raises(ValueError, match="expected max_new_tokens: an integer >= 1, got 0"):
         SamplingParams(max_tokens=0)
+
+
+VOCAB = 300
+NUMBERS = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40))
+
+
+def logits_of(rows: int) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def test_rows_without_a_draw_give_their_most_likely_token():
+    logits = logits_of(4)
+    assert torch.equal(reference(logits, *SamplingRows.padding(4)), greedy(logits))
+    settings = SamplingRows.of([2], [SamplingParams(temperature=9.0, seed=5)], [0], 4, VOCAB)
+    tokens = reference(logits, *settings)
+    others = [0, 1, 3]
+    assert torch.equal(tokens[others], greedy(logits)[others])
+    assert tokens[2] != greedy(logits)[2]
+
+
+def test_a_top_k_beyond_64_bits_keeps_all():
+    params = SamplingParams(temperature=1.0, top_k=10**30, seed=5)
+    settings = SamplingRows.of([0], [params], [0], 1, VOCAB)
+    assert settings.top_k.tolist() == [VOCAB]
+    assert reference(logits_of(1), *settings).tolist() == sample(logits_of(1), [params], [0])
+
+
+@given(numbers=st.lists(NUMBERS, min_size=1, max_size=8))
+def test_each_number_is_that_of_numpys_philox(numbers):
+    expected = [
+        np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
+        for seed, step in numbers
+    ]
+    assert uniforms(*zip(*numbers, strict=True)).tolist() == expected

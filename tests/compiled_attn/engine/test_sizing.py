@@ -1,4 +1,4 @@
-"""Sizes that no machine has are refused or brought down to what a step can ever be."""
+"""The most tokens of a step, and sizes that no machine has."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import pytest
 
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine import ConfigError, Engine, EngineConfig
-from compiled_attn.engine.sizing import Sizing, step_limits
+from compiled_attn.engine.sizing import Sizing, StepSize, step_limits
 from compiled_attn.models.hf import cache_for
 from compiled_attn.step import PartsLayout, TableLayout
 from graphs import explicit
 from graphs.capture.memory import machine_bytes
+from graphs.store import ArtifactStore, StoredInductor
 
 SMALL = {"block_size": 4, "num_blocks": 17, "max_seqs": 4, "context": 40}
+LARGE = {"num_blocks": 200, "block_size": 8}
 
 
 @pytest.mark.parametrize("tokens", [10**12, 10**20, 2**63 - 1])
@@ -84,3 +86,57 @@ def test_buckets_beyond_the_memory_of_the_machine_are_refused(model):
     for layout, sizes in ((PartsLayout, (16, 10**12, 16, 4)), (TableLayout, (16, 10**12))):
         with pytest.raises(ConfigError, match=r"not enough memory: .* or take smaller buckets"):
             Sizing.of(model, replace(config, buckets=explicit(layout.axes, [sizes])), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "tokens"),
+    [
+        (TableLayout, "inductor", 512),
+        (TableLayout, "eager", 256),
+        (TableLayout, "aoti", 256),
+        (PartsLayout, "inductor", 256),
+        (PartsLayout, "unknown", 256),
+    ],
+)
+def test_by_default_a_step_is_larger_where_one_compile_serves_all_buckets(
+    model, layout, backend, tokens
+):
+    config = EngineConfig(**LARGE, backend=backend)
+    sizing = Sizing.of(model, config, layout)
+    assert sizing.step == StepSize.of(config, layout.symbolic)
+    assert sizing.step.tokens == sizing.buckets.largest.tokens == tokens
+    assert sizing.step.why.startswith("one compile" if tokens == 512 else "a compile")
+
+
+def test_a_store_shares_graphs_too(tmp_path):
+    config = EngineConfig(backend=StoredInductor(ArtifactStore(tmp_path / "store")))
+    assert StepSize.of(config, TableLayout.symbolic).tokens == 512
+
+
+@pytest.mark.parametrize("tokens", [40, 300, 2000])
+def test_what_is_given_stays_as_far_as_the_pool_has_slots(model, tokens):
+    step = Sizing.of(model, EngineConfig(**LARGE, max_tokens_per_step=tokens), TableLayout).step
+    assert step.tokens == min(tokens, 199 * 8)
+    assert step.why.startswith("max_tokens_per_step" if tokens < 1000 else "slots of the pool")
+
+
+def test_a_step_is_no_more_than_the_cache_or_the_requests_hold(model):
+    pool = EngineConfig(num_blocks=17, block_size=8)
+    assert Sizing.of(model, pool, TableLayout).step.tokens == 16 * 8
+    requests = EngineConfig(**LARGE, max_seqs=2, context=40)
+    step = Sizing.of(model, requests, TableLayout).step
+    assert (step.tokens, step.why) == (80, "slots of the pool, or tokens of max_seqs contexts")
+
+
+def test_a_step_is_what_given_buckets_hold_and_each_running_request_gets_a_token():
+    buckets = explicit(TableLayout.axes, [(4, 4), (64, 4)])
+    config = EngineConfig(**LARGE, buckets=buckets, max_seqs=4)
+    assert StepSize.of(config, TableLayout.symbolic) == StepSize(64, "the largest bucket")
+    many = EngineConfig(max_seqs=1000)
+    assert StepSize.of(many, TableLayout.symbolic) == StepSize(1000, "max_seqs")
+
+
+def test_the_scheduler_has_the_size_and_the_report_tells_it(model):
+    engine = Engine(model, EngineConfig(**LARGE, backend="eager"))
+    assert engine.scheduler.max_tokens == 256
+    assert engine.report().step_size == {"tokens": 256, "why": "a compile for each bucket"}

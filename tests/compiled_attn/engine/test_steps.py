@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.engine import SamplingParams
-from tests.compiled_attn.engine.counting import CountingAhead
-from tests.compiled_attn.engine.paced import warm_engine
+from tests.compiled_attn.engine.counting import CountingAhead, warm_engine
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:

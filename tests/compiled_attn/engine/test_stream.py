@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from compiled_attn.engine import Engine, SamplingParams
-from tests.compiled_attn.engine.paced import LONG, used, warm_engine
+from tests.compiled_attn.engine.counting import LONG, used, warm_engine
 
 PROMPTS = [[3, 4, 5], [40], [60, 61]]
 
