@@ -42,11 +42,7 @@ BAD = [
     ("linear", {"scale": torch.ones(32)}, ".*weight: Char, got BFloat16"),
     ("linear", {"weight": WEIGHT.char(), "scale": torch.ones(16)}, r".*scale: \[32\], got \[16\]"),
     ("linears", {"weights": []}, "weights of at least one layer, got none"),
-    (
-        "linears",
-        {"biases": [WEIGHT[0, :, 0, 0]]},
-        "biases of all weights or of none, got 1",
-    ),
+    ("linears", {"biases": [WEIGHT[0, :, 0, 0]]}, "biases of all weights or of none, got 1"),
     ("linears", {"scales": [torch.ones(32)] * 3}, "scales of all weights or of none, got 3 for 2"),
     ("linears", {"weights": [WEIGHT, WEIGHT.short()]}, "weights: BFloat16, got Short"),
     ("linears", {"weights": [WEIGHT[:, :16].contiguous()] * 2}, r"input: \[any, 32\], got \[3, 64"),

@@ -69,30 +69,30 @@ def test_what_is_too_large_for_bfloat16_is_infinite_and_nan_stays_nan(ops):
     assert (out[3] == 0).all()
 
 
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_is_the_product_in_float64(ops, kind, rows, outputs, inputs):
-    input, weight, bias = layer(rows, outputs, inputs, kind=kind)
-    packed, scale = packed_as(kind, weight)
-    exact = weight if scale is None else dequantised(packed, scale)
-    assert_product(ops.packed_linear(input, packed, None, scale), input, exact)
-    assert_product(ops.packed_linear(input, packed, bias, scale), input, exact, bias)
+def test_a_layer_is_the_product_in_float64(ops, kind, outputs, inputs):
+    for rows in ROWS:
+        input, weight, bias = layer(rows, outputs, inputs, kind=kind)
+        packed, scale = packed_as(kind, weight)
+        exact = weight if scale is None else dequantised(packed, scale)
+        assert_product(ops.packed_linear(input, packed, None, scale), input, exact)
+        assert_product(ops.packed_linear(input, packed, bias, scale), input, exact, bias)
 
 
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_halves_give_the_bits_of_the_whole_weight(ops, rows, outputs, inputs):
-    input, weight, bias = layer(rows, outputs, inputs, kind="halves")
-    whole, halves = packed_linear.pack(weight), packed_linear.halve(weight)
-    assert halves.nbytes * 2 == whole.nbytes
-    out, expected = (ops.packed_linear(input, each, bias) for each in (halves, whole))
-    if ops.build is None:  # MKL's bits depend on where a matrix lies
-        torch.testing.assert_close(out, expected)
-    else:
-        with halves_by("float32", ops):
-            assert torch.equal(ops.packed_linear(input, halves, bias), expected)
-        assert_product(out, input, weight, bias)
+def test_halves_give_the_bits_of_the_whole_weight(ops, outputs, inputs):
+    for rows in ROWS:
+        input, weight, bias = layer(rows, outputs, inputs, kind="halves")
+        whole, halves = packed_linear.pack(weight), packed_linear.halve(weight)
+        assert halves.nbytes * 2 == whole.nbytes
+        out, expected = (ops.packed_linear(input, each, bias) for each in (halves, whole))
+        if ops.build is None:  # MKL's bits depend on where a matrix lies
+            torch.testing.assert_close(out, expected)
+        else:
+            with halves_by("float32", ops):
+                assert torch.equal(ops.packed_linear(input, halves, bias), expected)
+            assert_product(out, input, weight, bias)
 
 
 def test_every_half_counts_as_what_it_is(ops):
@@ -202,9 +202,11 @@ def test_the_number_of_threads_changes_no_bit(ops, rows, kind):
         assert torch.equal(ops.packed_linear(input, packed, bias, scale), alone)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+BIASED_ROWS = [(0, False), (1, True), (1, False), (5, True), (40, False), (300, True)]
+
+
+@pytest.mark.parametrize(("rows", "biased"), BIASED_ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [0, 1, 5, 40, 300])
 @pytest.mark.parametrize("outputs", [(48, 16, 208), (16 * 40, 16, 16)])
 def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]
@@ -222,9 +224,8 @@ def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, 
             assert all(torch.equal(*pair) for pair in zip(at_once, alone, strict=True))
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "biased"), BIASED_ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [0, 1, 5, 40, 300])
 @pytest.mark.parametrize("outputs", [16, 208])
 def test_a_gate_is_silu_of_one_layer_times_the_other(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]

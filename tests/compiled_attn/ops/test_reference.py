@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from compiled_attn.cache.quantisation import QUANTISED, quantise
-from compiled_attn.ops import (
-    KernelArgumentError,
-    NativeOps,
-    load,
-)
+from compiled_attn.ops import KernelArgumentError, NativeOps, load
 from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, OTHERS, SLOW, loaded, threads
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, new_tokens, scene
@@ -59,19 +55,11 @@ def test_random_steps_are_those_of_dense_attention(ops, seed):
     if draw(True, False):
         options["alibi_slopes"] = torch.rand(heads, generator=gen)
     step = scene(
-        requests,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=draw(8, 24, 64, 128),
-        size=draw(1, 4, 16, 32),
+        requests, heads=heads, kv_heads=kv_heads, dim=draw(8, 24, 64, 128), size=draw(1, 4, 16, 32),
         cache_dtype=draw(None, torch.int8, torch.float8_e4m3fn),
-        dtype=draw(torch.float32, torch.bfloat16),
-        layout=draw("NHD", "HND"),
-        padding=draw(0, 2),
-        padded_requests=draw(0, 2),
-        seed=seed,
-        **options,
-    )
+        dtype=draw(torch.float32, torch.bfloat16), layout=draw("NHD", "HND"), padding=draw(0, 2),
+        padded_requests=draw(0, 2), seed=seed, **options,
+    )  # fmt: skip
     assert_right(ops.paged_attention(*step.arguments, **step.options), step)
 
 

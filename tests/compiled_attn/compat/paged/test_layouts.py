@@ -23,13 +23,8 @@ from compiled_attn.compat.paged import (
 from tests.compiled_attn.compat.paged.scene import caches, put
 
 DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.float8_e4m3fn,
-]
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn,
+]  # fmt: skip
 
 
 def _bits(tensor: Tensor) -> Tensor:

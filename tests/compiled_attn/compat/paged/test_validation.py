@@ -44,11 +44,7 @@ def test_the_error_is_both_a_value_error_and_a_runtime_error() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "query",
-            lambda t: t[0],
-            r"query \(num_seqs, H, D\) of shape \[any, any, any\], got \[4, 16\]",
-        ),
+        ("query", lambda t: t[0], r"query \(num_seqs, H, D\) of shape \[any, .*, got \[4, 16\]"),
         ("query", lambda t: t.long(), "query of dtype float32 or .*, got int64"),
         ("query", lambda t: t[:, :3], r"H divisible by num_kv_heads, got \(3, 2\)"),
         ("query", lambda t: t[:, :0], r"H divisible by num_kv_heads, got \(0, 2\)"),
@@ -84,9 +80,8 @@ def test_what_is_no_tensor_is_a_type_error(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "block_tables", "seq_lens"])
 def test_another_device_is_refused(name: str) -> None:
     step = _step()
-    _refused(
-        step, PagedArgumentError, "on (meta|cpu), got", **{name: getattr(step, name).to("meta")}
-    )
+    there = {name: getattr(step, name).to("meta")}
+    _refused(step, PagedArgumentError, "on (meta|cpu), got", **there)
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,10 @@ def test_a_request_gets_the_same_bits_whatever_its_neighbours(plain):
     for request in range(len(EDGES)):
         first, end = starts[request], starts[request + 1]
         alone, _ = plain.paged_attention(
-            step.query[first:end],
-            step.key_cache,
-            step.value_cache,
-            step.block_table[request : request + 1],
-            step.seq_lens[request : request + 1],
-            torch.tensor([0, end - first]).int(),
-            step.scale,
-        )
+            step.query[first:end], step.key_cache, step.value_cache,
+            step.block_table[request : request + 1], step.seq_lens[request : request + 1],
+            torch.tensor([0, end - first]).int(), step.scale,
+        )  # fmt: skip
         assert torch.equal(alone, together[first:end])
 
 
