@@ -14,18 +14,9 @@ from compiled_attn.arguments import Expect
 from compiled_attn.errors import PagedArgumentError
 
 __all__ = [
-    "LAYOUTS",
-    "Layout",
-    "axes",
-    "convert_key",
-    "convert_value",
-    "empty_caches",
-    "expect",
-    "key_shape",
-    "packing",
-    "take_blocks",
-    "value_shape",
-]
+    "LAYOUTS", "Layout", "axes", "convert_key", "convert_value", "empty_caches", "expect",
+    "key_shape", "packing", "take_blocks", "value_shape",
+]  # fmt: skip
 
 Layout = Literal["packed", "flat", "NHD", "HND"]
 """Name of a layout: NB blocks of BS tokens, Hk heads, D elements, ``x = 16 // element size``.
