@@ -20,38 +20,17 @@ from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
-    "Packing",
-    "arrange",
-    "as_int8",
-    "as_packed",
-    "can_pack",
-    "can_quantise",
-    "fake",
-    "fake_all",
-    "fake_rows",
-    "fake_swiglu",
-    "halve",
-    "has_halves",
-    "is_packed",
-    "pack",
-    "quantise",
-    "reference",
-    "reference_all",
-    "reference_swiglu",
-    "rows",
-    "unpack",
-]
+    "Packing", "arrange", "as_int8", "as_packed", "can_pack", "can_quantise", "fake", "fake_all",
+    "fake_rows", "fake_swiglu", "halve", "has_halves", "is_packed", "pack", "quantise", "reference",
+    "reference_all", "reference_swiglu", "rows", "unpack",
+]  # fmt: skip
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
 _ROWS_AT_ONCE = 1024  # bounds temporary memory
 _MAX_CODE = 127.0
-_GROUP = {  # adjacent inputs of an output
-    torch.bfloat16: 2,
-    torch.int8: 2,
-    torch.int16: 2,
-    torch.float32: 1,
-}
+# Adjacent inputs of an output.
+_GROUP = {torch.bfloat16: 2, torch.int8: 2, torch.int16: 2, torch.float32: 1}
 
 Packing = Literal["packed", "halves", "int8"]
 """How a weight is stored: in its dtype, as upper halves of float32, or as int8."""
@@ -98,10 +77,7 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Packs ``weight [N, K]``.
-
-    Returns:
-        ``[N / 16, K / 2, 16, 2]`` of bfloat16, ``[N / 16, K, 16, 1]`` of float32.
+    """Packs ``weight [N, K]``: bfloat16 ``[N / 16, K / 2, 16, 2]``, float32 ``[N / 16, K, 16, 1]``.
 
     Raises:
         ValueError: unsupported weight, see `can_pack`.
@@ -116,10 +92,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def halve(weight: Tensor) -> Tensor:
-    """Packs the upper halves of ``weight [N, K]`` float32.
-
-    Returns:
-        ``[N / 16, K / 2, 16, 2]`` int16, which `unpack` restores exactly.
+    """Packs the upper halves of ``weight [N, K]`` float32 to ``[N / 16, K / 2, 16, 2]`` int16.
 
     Raises:
         ValueError: the lower halves are not zeros, see `has_halves`.
@@ -141,11 +114,7 @@ def arrange(weight: Tensor, group: int) -> Tensor:
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Packs ``weight [N, K]`` as symmetric int8 with a scale per output, rounded to nearest.
-
-    Returns:
-        ``[N / 16, K / 2, 16, 2]`` int8 and ``scale [N]`` float32.
-    """
+    """Packs ``weight [N, K]`` as symmetric int8 ``[N / 16, K / 2, 16, 2]`` and ``scale [N]``."""
     wide = weight.float()
     scale = wide.abs().amax(1) / _MAX_CODE
     codes = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
@@ -191,9 +160,7 @@ def reference(
     return sums.to(input.dtype)
 
 
-def fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
+def fake(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
     """Returns an empty result."""
     return input.new_empty(input.shape[0], weight.shape[0] * _PANEL)
 
@@ -202,14 +169,14 @@ def reference_all(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> list[Tensor]:
     """`reference` for each layer; ``biases`` and ``scales``: one per layer, or none."""
-    return [reference(input, *layer) for layer in _layers(weights, biases, scales)]
+    none = [None] * len(weights)
+    layers = zip(weights, biases or none, scales or none, strict=True)
+    return [reference(input, *layer) for layer in layers]
 
 
-def fake_all(
-    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
-) -> list[Tensor]:
+def fake_all(input: Tensor, weights: Sequence[Tensor], *_: Sequence[Tensor]) -> list[Tensor]:
     """Returns empty results."""
-    return [fake(input, *layer) for layer in _layers(weights, biases, scales)]
+    return [fake(input, weight) for weight in weights]
 
 
 def reference_swiglu(
@@ -225,9 +192,7 @@ def reference_swiglu(
     return (functional.silu(gate.float()) * up.float()).to(input.dtype)
 
 
-def fake_swiglu(
-    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
-) -> Tensor:
+def fake_swiglu(input: Tensor, weights: Sequence[Tensor], *_: Sequence[Tensor]) -> Tensor:
     """Returns an empty result."""
     _check_swiglu(weights)
     return fake(input, weights[0])
@@ -240,11 +205,6 @@ def _check_swiglu(weights: Sequence[Tensor]) -> None:
             "packed_swiglu: expected the weights of gate and up, with as many outputs each, got "
             f"{outputs}: pass [gate, up]"
         )
-
-
-def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:
-    missing = [None] * len(weights)
-    return zip(weights, *(each or missing for each in others), strict=True)
 
 
 def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:

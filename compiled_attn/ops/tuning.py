@@ -61,12 +61,7 @@ class Tuning:
         file: as given; None after a failed write.
     """
 
-    def __init__(
-        self,
-        ops: NativeOps,
-        file: Path | None,
-        measure: Measure | None = None,
-    ) -> None:
+    def __init__(self, ops: NativeOps, file: Path | None, measure: Measure | None = None) -> None:
         self._ops, self.file = ops, file
         self._measure = measure
         self._known: dict[str, float] = _read(file)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import triton
 
-from compiled_attn.ops.cpu.build import default_folder
+from compiled_attn.ops.cpu.libraries import own_folder
 from compiled_attn.ops.triton.autotune import measuring
 from compiled_attn.ops.triton.plans import PLANS, Plans
 from compiled_attn.ops.varlen import active_implementation
@@ -54,8 +54,7 @@ def plans_file(device: torch.device) -> Path | None:
     factors = [torch.cuda.get_device_name(device), *versions, str(active_implementation())]
     texts = [*(factor.encode() for factor in factors), *(path.read_bytes() for path in sources)]
     try:
-        folder = default_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = own_folder(None)
     except (OSError, StoreError):
         return None
     key = hashlib.sha256(b"\0".join(texts)).hexdigest()
