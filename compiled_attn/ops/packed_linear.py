@@ -5,9 +5,8 @@ AVX-512 dot products (``vdpbf16ps``) and AMX tiles (``tdpbf16ps``) as they are, 
 once, in address order. In float32 it holds single inputs, for multiply-adds. Packed weights replace
 the originals, see `compiled_attn.models.packed`.
 
-Most models are published in bfloat16, so in float32 the lower halves of their weights are zeros.
-Storing only the upper halves doubles the speed of reading, with the same bits (with AMX, the same
-but for rounding).
+Most models are published in bfloat16, which therefore stores their float32 weights exactly, in half
+the memory ("bf16-widen"): results have the same bits (with AMX, the same but for rounding).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch.nn import functional
 
 __all__ = [
     "Packing", "arrange", "as_int8", "as_packed", "can_pack", "can_quantise", "fake", "fake_all",
-    "fake_rows", "fake_swiglu", "halve", "has_halves", "is_packed", "pack", "quantise", "reference",
-    "reference_all", "reference_swiglu", "rows", "unpack",
+    "fake_rows", "fake_swiglu", "fits_bf16", "is_packed", "pack", "pack_bf16", "quantise",
+    "reference", "reference_all", "reference_swiglu", "rows", "unpack",
 ]  # fmt: skip
 
 _PANEL = 16
@@ -32,8 +31,8 @@ _MAX_CODE = 127.0
 # Adjacent inputs of an output.
 _GROUP = {torch.bfloat16: 2, torch.int8: 2, torch.int16: 2, torch.float32: 1}
 
-Packing = Literal["packed", "halves", "int8"]
-"""How a weight is stored: in its dtype, as upper halves of float32, or as int8."""
+Packing = Literal["packed", "bf16-widen", "int8"]
+"""How a weight is stored: in its dtype, as bfloat16 widened to float32 when read, or as int8."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -53,7 +52,7 @@ def can_quantise(weight: Tensor) -> bool:
     return weight.dtype is torch.bfloat16 and can_pack(weight)
 
 
-def has_halves(weight: Tensor) -> bool:
+def fits_bf16(weight: Tensor) -> bool:
     """Whether a weight can be packed, is float32, and bfloat16 represents it exactly."""
     if not can_pack(weight) or weight.dtype is not torch.float32:
         return False
@@ -91,13 +90,13 @@ def pack(weight: Tensor) -> Tensor:
     return arrange(weight, _GROUP[weight.dtype])
 
 
-def halve(weight: Tensor) -> Tensor:
-    """Packs the upper halves of ``weight [N, K]`` float32 to ``[N / 16, K / 2, 16, 2]`` int16.
+def pack_bf16(weight: Tensor) -> Tensor:
+    """Packs ``weight [N, K]`` float32 as bfloat16 ``[N / 16, K / 2, 16, 2]``, viewed as int16.
 
     Raises:
-        ValueError: the lower halves are not zeros, see `has_halves`.
+        ValueError: bfloat16 does not represent it exactly, see `fits_bf16`.
     """
-    if not has_halves(weight):
+    if not fits_bf16(weight):
         raise ValueError(
             "expected a float32 weight that can be packed and that is exact in bfloat16, got "
             f"{weight.dtype} {[*weight.shape]} that is not: pack it in its dtype"
@@ -122,13 +121,13 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(weight: Tensor) -> Tensor:
-    """Restores ``[N, K]`` from a packed weight: float32 from upper halves, codes from int8."""
+    """Restores ``[N, K]`` from a packed weight: float32 from bf16-widen, codes from int8."""
     panels, groups, _, group = weight.shape
     return _widen(weight.transpose(1, 2).reshape(panels * _PANEL, group * groups))
 
 
 def _widen(weight: Tensor) -> Tensor:
-    """Upper halves to float32; others unchanged."""
+    """bf16-widen (int16) to float32; others unchanged."""
     return weight.view(torch.bfloat16).float() if weight.dtype is torch.int16 else weight
 
 
@@ -144,8 +143,8 @@ def reference(
 
     Args:
         input: ``[M, K]`` bfloat16 or float32, rows of any stride.
-        weight: from `pack` in the same dtype, from `quantise` for bfloat16 inputs, or from `halve`
-            for float32 inputs.
+        weight: from `pack` in the same dtype, from `quantise` for bfloat16 inputs, or from
+            `pack_bf16` for float32 inputs.
         bias: ``[N]`` in the input's dtype.
         scale: ``[N]`` float32 from `quantise`, else None.
 

@@ -62,7 +62,7 @@ def main(isa: str, tiles: str) -> None:
         assert out[0].isfinite().all() and out[2].isnan().any()
     tuning = replace(KernelTuning.default("amx_bf16"), linear_bf16_weights="amx")
     kernel_tuning.apply(ops.build.library, tuning)
-    for rows, sizes, kind in product(ROWS, SIZES, ("bfloat16", "float32", "halves")):
+    for rows, sizes, kind in product(ROWS, SIZES, ("bfloat16", "float32", "bf16-widen")):
         input, weight, bias = layer(rows, *sizes, kind=kind)
         packed, _ = packed_as(kind, weight)
         assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
