@@ -19,7 +19,7 @@ from compiled_attn.ops import varlen
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend, compile_plan
-from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, VarlenCalls, chip_of
+from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
 
 __all__ = ["call_of", "measuring", "tune"]
@@ -40,7 +40,7 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
     For warmups, which run each bucket before capturing it. `Plans.export` and `Plans.adopt` carry
     the results to later processes.
     """
-    plans.measure, plans.varlen = tune, VarlenCalls()
+    plans.measure, plans.varlen = tune, {}
     try:
         yield plans
     finally:

@@ -13,7 +13,7 @@ import triton
 
 from compiled_attn.ops.cpu.libraries import own_folder
 from compiled_attn.ops.triton.autotune import measuring
-from compiled_attn.ops.triton.plans import PLANS, Plans
+from compiled_attn.ops.triton.plans import PLANS, Plans, varlen_notes
 from compiled_attn.ops.varlen import active_implementation
 from graphs.errors import StoreBusy, StoreError
 from graphs.files import write_whole
@@ -43,7 +43,7 @@ def saved_plans(
         with measuring(plans):
             yield notes
     finally:
-        notes |= plans.varlen.notes()
+        notes |= varlen_notes(plans.varlen)
         _add(file, plans.export(device))
 
 
