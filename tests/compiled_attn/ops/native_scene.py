@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +46,15 @@ class Scene:
     def call(self) -> PagedCall:
         """The same as a `PagedCall`."""
         return PagedCall.of(*self.arguments, **self.options)
+
+    def each_alone(self) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """The query rows of each request, and the positional arguments of it alone."""
+        starts = self.query_start_loc.tolist()
+        for request, (first, end) in enumerate(pairwise(starts)):
+            own = slice(request, request + 1)
+            step = self.block_table[own], self.seq_lens[own], torch.tensor([0, end - first]).int()
+            query, caches = self.query[first:end], (self.key_cache, self.value_cache)
+            yield slice(first, end), (query, *caches, *step, self.scale)
 
     def rows(self, request: int, which: str = "key") -> Tensor:
         """The keys or values of a request, ``[seq_len, Hk, D]`` in float64."""
