@@ -47,10 +47,7 @@ SHAPES = {
     "a sink for all heads": ({"sinks": torch.ones(1)}, "expected sinks "),
     "a projection without heads": ({"value_projection": torch.ones(16, 8)}, "value_projection "),
     "projection of fewer heads": ({"value_projection": torch.ones(2, 16, 8)}, "value_projection "),
-    "a projection of half a value": (
-        {"value_projection": torch.ones(4, 8, 8)},
-        "value_projection ",
-    ),
+    "projection of half a value": ({"value_projection": torch.ones(4, 8, 8)}, "value_projection "),
 }
 
 CACHED = {

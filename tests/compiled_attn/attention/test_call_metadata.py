@@ -59,10 +59,7 @@ METADATA = {
     "a chunk of no block": ({"shared_chunk": 0}, "expected shared_chunk of at least 1"),
     "a slice of no query": ({"causal_width": 0}, "expected causal_width of at least 1"),
     "window without positions": ({"sliding_window": 3, "positions": None}, r"metadata\.positions"),
-    "slopes, no positions": (
-        {"alibi_slopes": torch.ones(4), "positions": None},
-        r"a\.positions: e",
-    ),
+    "slopes alone": ({"alibi_slopes": torch.ones(4), "positions": None}, r"a\.positions: expected"),
     "a window without starts of shared blocks": (
         {"sliding_window": 3, "shared_starts": None},
         r"metadata\.shared_starts: expected",

@@ -164,28 +164,19 @@ class Case:
 
     def _allocate(self, pages: int, page_size: int) -> None:
         shape = (pages, page_size, self.kv_heads, self.dim)
-        kinds = {
-            "plain": (2, (2, *shape), lambda x: (x[0], x[1])),
-            "fused": (1, (pages, page_size, 2, *shape[2:]), lambda x: (x[:, :, 0], x[:, :, 1])),
-            "layers": (1, (2, 3, *shape), lambda x: (x[0, 1], x[1, 1])),
-            "transposed": (
-                1,
-                (2, pages, self.kv_heads, page_size, self.dim),
-                lambda x: (x[0].transpose(1, 2), x[1].transpose(1, 2)),
-            ),
-            "interleaved heads": (
-                1,
-                (pages, page_size, self.kv_heads, 2 * self.dim),
-                lambda x: (x[..., : self.dim], x[..., self.dim :]),
-            ),
-        }
-        count, base_shape, views = kinds[self.storage]
-        if count == 2:
+        if self.storage == "plain":
             self.bases = [self._poison(shape), self._poison(shape)]
             self.k_cache, self.v_cache = self.bases
-        else:
-            self.bases = [self._poison(base_shape)]
-            self.k_cache, self.v_cache = views(self.bases[0])
+            return
+        by_head = (2, pages, self.kv_heads, page_size, self.dim)
+        base_shape, views = {
+            "fused": ((pages, page_size, 2, *shape[2:]), lambda x: x.unbind(2)),
+            "layers": ((2, 3, *shape), lambda x: x[:, 1]),
+            "transposed": (by_head, lambda x: x.transpose(2, 3)),
+            "interleaved heads": ((*shape[:3], 2 * self.dim), lambda x: x.split(self.dim, -1)),
+        }[self.storage]
+        self.bases = [self._poison(base_shape)]
+        self.k_cache, self.v_cache = views(self.bases[0])
 
     def _poison(self, shape: tuple[int, ...]) -> Tensor:
         values = torch.tensor([math.nan, math.inf, -math.inf, 3e4])

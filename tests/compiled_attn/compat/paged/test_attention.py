@@ -287,9 +287,7 @@ QUANTISED = ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 @pytest.mark.parametrize("kv_cache_dtype", QUANTISED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scales", ["floats", "scalars", "per head"])
-def test_quantised_caches_are_exact_for_what_they_hold(
-    kv_cache_dtype: str, layout: str, scales: str
-) -> None:
+def test_quantised_caches_are_exact_for_what_they_hold(kv_cache_dtype, layout, scales):
     k_scale, v_scale = {
         "floats": (0.03, 0.07),
         "scalars": (torch.tensor(0.03), torch.tensor([0.07])),

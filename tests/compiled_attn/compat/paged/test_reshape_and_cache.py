@@ -80,9 +80,7 @@ def test_padding_is_not_written(layout: str, slots: list[int], written: list[int
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_quantised_tokens_are_scaled_rounded_and_saturated(
-    layout: str, kv_cache_dtype: str, per_head: bool
-) -> None:
+def test_quantised_tokens_are_scaled_rounded_and_saturated(layout, kv_cache_dtype, per_head):
     stored = CODES.get(kv_cache_dtype, torch.int8)
     scales = (torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])) if per_head else (0.5, 2.0)
     key, value = _tokens(3)
@@ -167,9 +165,7 @@ def test_keys_that_require_grad_leave_no_history() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(change, error, message):
     key, value = _tokens(2)
     key_cache, value_cache = caches("packed", BLOCKS, SIZE, HEADS, DIM, torch.float32)
     arguments = {

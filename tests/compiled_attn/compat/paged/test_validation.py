@@ -120,9 +120,7 @@ def test_a_scale_that_is_no_number_is_a_type_error(value: Any) -> None:
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block", [-1, 10_000, -(2**31)])
 @pytest.mark.parametrize("layout", ["packed", "flat"])
-def test_a_needed_block_outside_of_the_cache_is_refused(
-    index_dtype: torch.dtype, block: int, layout: str
-) -> None:
+def test_a_needed_block_outside_of_the_cache_is_refused(index_dtype, block, layout):
     step = _step(index_dtype=index_dtype, layout=layout)
     step.block_tables[2, 4] = block  # token 16, the last one
     message = rf"block_tables\[2, 4\] in 0 .. {step.blocks - 1}, got {block}: the row's 17 tokens"
@@ -187,9 +185,7 @@ def test_a_head_dim_that_x_does_not_divide_is_refused_in_the_packed_layout() -> 
         (None, TypeError, "{}: expected a float or a tensor, got NoneType"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(
-    name: str, scale: Any, error: type, message: str
-) -> None:
+def test_scales_that_do_not_fit_are_refused(name, scale, error, message):
     step = _step(kv_cache_dtype="int8")
     _refused(step, error, message.format(name), **{name: scale})
 
