@@ -211,6 +211,7 @@ def _check_parts(m: UnifiedMetadata) -> None:
 
 
 def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> None:
+    shape: tuple[int, ...]
     ints: dict[str, tuple[int | None, ...]] = {"slot_mapping": (tokens,)}
     if m.causal_bias is not None:
         _expect_bias("causal_bias", m.causal_bias, (tokens, tokens), heads, like)

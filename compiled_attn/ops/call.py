@@ -56,5 +56,6 @@ class PagedCall(NamedTuple):
         **scoring: Any,
     ) -> PagedCall:
         """Builds a call from the op's arguments; ``scoring``: those of `Scoring` but the scale."""
-        *tensors, scale = step
-        return cls(query, *tensors, Scoring(scale, **scoring), causal, key_scale, value_scale, new)
+        keys, values, table, lengths, starts, scale = step
+        options = Scoring(scale, **scoring), causal, key_scale, value_scale, new
+        return cls(query, keys, values, table, lengths, starts, *options)

@@ -111,9 +111,9 @@ def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> P
             seen = seen & (slots <= at.unsqueeze(2) + right)
         if seen.shape[1] == 1:  # hidden tokens may then be read as zeros
             used = seen.squeeze(1)
-        tokens = (pages.read(cache, start, end, used) for cache in (call.k_cache, call.v_cache))
+        key, value = (pages.read(cache, start, end, used) for cache in (call.k_cache, call.v_cache))
         bias = None if slopes is None else _alibi(slopes, slots, at)
-        keys = KeySlice(query, *tokens, seen, bias, scale, softcap)
+        keys = KeySlice(query, key, value, seen, bias, scale, softcap)
         return attend(keys if splits <= 1 else keys.widened())
 
     if splits <= 1:  # not in the loop, which would make a dynamic length static

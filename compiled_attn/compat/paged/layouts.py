@@ -160,7 +160,8 @@ def _convert(
         cache = cache.permute(0, 3, 1, 2, 4).flatten(-2) if is_key else cache.permute(0, 3, 1, 2)
     axes(target, is_key=is_key)
     if is_key:
-        key_shape(target, *cache.shape, cache.dtype)
+        blocks, size, heads, dim = cache.shape
+        key_shape(target, blocks, size, heads, dim, cache.dtype)
     if target == "NHD":
         return cache
     if target == "HND":

@@ -57,15 +57,15 @@ def reshape_and_cache(
     expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
     expect.tensor("value", value, "like key", key.shape, (key.dtype,), key)
     expect.tensor("slot_mapping", slot_mapping, "(T,)", (None,), INTS, key)
-    tokens, rows = slot_mapping.shape[0], key.shape[0]
-    expect(tokens <= rows, "a slot_mapping no longer than key", (tokens, rows), "cut it")
+    sizes = tokens, given = slot_mapping.shape[0], key.shape[0]
+    expect(tokens <= given, "a slot_mapping no longer than key", sizes, "cut it")
     rank = axes(layout, is_key=False)
     expect.tensor("value_cache", value_cache, f"in layout {layout}", (None,) * rank)
     num_blocks = value_cache.shape[0]
     block_size = 1 if layout == "flat" else value_cache.shape[_SLOT_AXIS[layout]]
     caches = {"key_cache": key_cache, "value_cache": value_cache}
-    sizes, scales = (num_blocks, block_size, *key.shape[1:]), (k_scale, v_scale)
-    check_caches(caches, sizes, kv_cache_dtype, scales, layout, key)
+    shape, scales = (num_blocks, block_size, *key.shape[1:]), (k_scale, v_scale)
+    check_caches(caches, shape, kv_cache_dtype, scales, layout, key)
     expect.not_expanded(*caches.values())
     # Keys are written before values are read.
     expect.apart(caches, {"key": key, "value": value, "slot_mapping": slot_mapping})

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +43,7 @@ _COMMON = (
 )  # fmt: skip
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-DCOMPILED_ATTN_DEBUG")
 _LOCK_SECONDS = 600.0
+_PIPE = subprocess.PIPE
 # CPU seconds of g++ 12 for AVX-512; AVX2 takes half.
 _ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 80, 40
 
@@ -244,8 +244,8 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
     processes: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
-            start = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            processes.append(start(command, text=True))
+            process = subprocess.Popen(command, stdout=_PIPE, stderr=subprocess.STDOUT, text=True)
+            processes.append(process)
         outputs = [process.communicate()[0] for process in processes]
     except OSError as error:
         raise NativeUnavailable(
