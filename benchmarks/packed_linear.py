@@ -1,4 +1,4 @@
-"""Linear layers: plain weights, packed by oneDNN, packed for our op, fused, in int8, in halves.
+"""Linear layers: plain weights, packed by oneDNN, packed for our op, fused, in int8, as bf16-widen.
 
     python benchmarks/packed_linear.py [--dtype float32] [--threads 1] [--rows 1,4,16,64,256]
 
@@ -7,7 +7,7 @@ are one call of our op, gate and up one, as in an engine's graphs; in int8 they 
 are cold (212 MB of layers in bfloat16, read one after the other). One process, interleaved,
 medians; a figure is the speed over plain weights, as torch's linear has them. In float32 that is
 MKL's, oneDNN takes plain weights too, and there is no int8; weights are exact in bfloat16, and
-halves are their upper 16 bits, fused.
+bf16-widen: their upper 16 bits, fused.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def calls(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) ->
         codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
         found["int8"] = run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1]))
     else:
-        found["halves"] = fused([[packed_linear.halve(weight) for weight in g] for g in weights])
+        found["bf16-widen"] = fused(
+            [[packed_linear.pack_bf16(weight) for weight in g] for g in weights]
+        )
     return found
 
 
@@ -85,7 +87,7 @@ def main() -> None:
     on = f"{options.threads} threads, torch {torch.__version__}, op {load().isa}"
     print(f"# {options.dtype}, {on}, cold")
     others = ["oneDNN"] if has_onednn(dtype) else []
-    others += ["ours", "fused", "int8" if dtype is torch.bfloat16 else "halves"]
+    others += ["ours", "fused", "int8" if dtype is torch.bfloat16 else "bf16-widen"]
     names = "".join(f"{name:>8}" for name in others)
     print(f"{'':8}{'rows':>5}{'plain, ms':>11}{names}   (speed over plain)")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the attention tests compare with: dense attention, request by request, position by position.
+"""What all attention tests compare with: dense attention of one request under a bias, in float64.
 
 A `Scene` is a step of random requests over a paged cache whose every unused slot is poisoned, its
 scales too. It is written independently of the library: no blocks, no buckets, no partial sums.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,43 +52,66 @@ def store(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tens
     return codes, scale, codes.float() * scale[..., None]
 
 
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """q ``[n, H, D]``, k, v ``[L, Hk, D]``, bias ``[H, n, L]`` or without H -> out, lse ``[n, H]``.
+
+    Computed in ``dtype``: float64 is the truth, another one what eager attention makes of it.
+    """
+    group = query.shape[1] // key.shape[1]
+    query, key, value = (each.to(dtype) for each in (query, key, value))
+    key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+    scores = torch.einsum("nhd,lhd->hnl", query * scale, key)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + bias.to(dtype)
+    if sinks is not None:
+        sink = sinks.to(dtype)[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat([scores, sink], -1)
+    sees_nothing = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(sees_nothing, 0)[..., : len(key)]
+    return torch.einsum("hnl,lhd->nhd", weights, value), scores.logsumexp(-1).T
+
+
+def distances(rows: int, length: int) -> Tensor:
+    """Key position minus query position ``[rows, length]`` of the last rows of a sequence."""
+    return torch.arange(length) - torch.arange(length - rows, length).unsqueeze(1)
+
+
+def position_bias(
+    away: Tensor, left: int | None, right: int | None, slopes: Tensor | None = None
+) -> Tensor:
+    """A bias of `distances`: visible keys to the left and right (None: all), and ALiBi."""
+    bias = torch.zeros(away.shape, dtype=torch.float64)
+    if left is not None:
+        bias = bias.masked_fill(away < -left, -math.inf)
+    if right is not None:
+        bias = bias.masked_fill(away > right, -math.inf)
+    return bias if slopes is None else bias + slopes.double()[:, None, None] * away
+
+
 def dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     sliding_window: int | None = None,
-    softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last rows: q ``[n, H, D]``, k, v ``[L, Hk, D]`` -> out, lse.
-
-    Computed in ``dtype``: float64 is the truth, another one what eager attention makes of it.
-    """
-    rows, heads, dim = query.shape
-    length, kv_heads, _ = key.shape
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    out = torch.zeros(rows, heads, value.shape[-1], dtype=dtype)
-    lse = torch.zeros(rows, heads, dtype=dtype)
-    for row in range(rows):
-        position = length - rows + row
-        first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-        distance = torch.arange(first, position + 1) - position
-        for head in range(heads):
-            kv = head // (heads // kv_heads)
-            scores = key[first : position + 1, kv] @ query[row, head] * dim**-0.5
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            if alibi_slopes is not None:
-                scores = scores + (alibi_slopes[head].double() * distance).to(dtype)
-            if sinks is not None:
-                scores = torch.cat([scores, sinks[head : head + 1].to(dtype)])
-            lse[row, head] = torch.logsumexp(scores, 0)
-            weights = torch.softmax(scores, 0)[: len(distance)]
-            out[row, head] = weights @ value[first : position + 1, kv]
-    return out, lse
+    """Causal attention of the last rows; ``options`` and results: see `attend`."""
+    left = None if sliding_window is None else sliding_window - 1
+    bias = position_bias(distances(len(query), len(key)), left, 0, alibi_slopes)
+    return attend(query, key, value, bias, scale=query.shape[-1] ** -0.5, **options)
 
 
 class Scene:
@@ -178,8 +202,7 @@ class Scene:
         self,
         *,
         value_projection: Tensor | None = None,
-        dtype: torch.dtype = torch.float64,
-        **features,
+        **features: Any,
     ) -> tuple[Tensor, Tensor]:
         """out ``[tokens, H, D]`` and lse ``[tokens, H]`` of all requests; features: see `dense`."""
         stored, outs, sums = self.shape.stored, [], []
@@ -187,13 +210,12 @@ class Scene:
             keys = store(key, stored)[2]
             latent = None if value_projection is None else value_projection.shape[1]
             values = keys[..., :latent] if value is None else store(value, stored)[2]
-            out, lse = dense(query, keys, values, dtype=dtype, **features)
+            out, lse = dense(query, keys, values, **features)
             outs.append(out)
             sums.append(lse)
         out = torch.cat(outs)
         if value_projection is not None:
-            heads = [out[:, h] @ head.to(dtype) for h, head in enumerate(value_projection)]
-            out = torch.stack(heads, 1)
+            out = torch.einsum("thr,hrd->thd", out, value_projection.double())
         return out, torch.cat(sums)
 
     def _padded(self, rows: list[Tensor], tokens: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -53,48 +54,32 @@ def attend_parts(
     if has_no_queries(query):
         nothing = of_no_queries(query, value)
         return merge(nothing), lse(nothing).float()
-    m = replace(metadata, shared_blocks=None, shared_bias=None)
-    m = m.with_positions(window=scoring.window, alibi_slopes=scoring.slopes_for(query))
+    positions: dict[str, Any] = {
+        "window": scoring.window, "alibi_slopes": scoring.slopes_for(query)
+    }  # fmt: skip
+    options: dict[str, Any] = {"scale": scoring.scale, "softcap": scoring.softcap}
+    slots = call.key_cache.flatten(0, 1), call.value_cache.flatten(0, 1)
+    scales = {"key_scale": call.key_scale, "value_scale": call.value_scale}
+    of_caches = options | {
+        name: None if each is None else each.flatten(0, 1) for name, each in scales.items()
+    }
+    m = replace(metadata, shared_blocks=None, shared_bias=None).with_positions(**positions)
     causal = partial_attn_causal(
-        query, key, value, m.causal_bias, m.causal_width, m.fmin,
-        scale=scoring.scale, softcap=scoring.softcap, attend=attend,
+        query, key, value, m.causal_bias, m.causal_width, m.fmin, attend=attend, **options
+    )
+    shared: PartialAttention | None = None
+    for chunk in metadata.chunks_of_shared():
+        s = chunk.with_positions(**positions)
+        part = partial_attn_shared(
+            query, *slots, s.shared_blocks, s.shared_bias, s.block_size, s.fmin,
+            lengths=s.shared_lengths, attend=attend, **of_caches,
+        )  # fmt: skip
+        shared = part if shared is None or part is None else merge_online(shared, part)
+    unique = partial_attn_unique(
+        query, *slots, m.unique_blocks, m.unique_block_mapping, m.unique_bias, m.block_size,
+        m.fmin, queries_used=m.unique_queries, **of_caches,
     )  # fmt: skip
-    found = causal, _shared(call, metadata, attend), _unique(call, m)
-    parts = [part for part in found if part is not None]
+    parts = [part for part in (causal, shared, unique) if part is not None]
     if parts and (sink := partial_attn_sinks(scoring.sinks, parts[0])) is not None:
         parts.append(sink)
     return merge(*parts, feps=metadata.feps), lse(*parts).float()
-
-
-def _slots(call: PagedCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    key_scale, value_scale = (
-        None if each is None else each.flatten(0, 1) for each in (call.key_scale, call.value_scale)
-    )
-    return call.key_cache.flatten(0, 1), call.value_cache.flatten(0, 1), key_scale, value_scale
-
-
-def _shared(call: PagedCall, metadata: UnifiedMetadata, attend: Attend) -> PartialAttention | None:
-    key_cache, value_cache, key_scale, value_scale = _slots(call)
-    scoring = call.scoring
-    slopes = scoring.slopes_for(call.query)
-    shared: PartialAttention | None = None
-    for chunk in metadata.chunks_of_shared():
-        s = chunk.with_positions(window=scoring.window, alibi_slopes=slopes)
-        part = partial_attn_shared(
-            call.query, key_cache, value_cache, s.shared_blocks, s.shared_bias,
-            s.block_size, s.fmin, scale=scoring.scale, softcap=scoring.softcap,
-            key_scale=key_scale, value_scale=value_scale, lengths=s.shared_lengths,
-            attend=attend,
-        )  # fmt: skip
-        shared = part if shared is None or part is None else merge_online(shared, part)
-    return shared
-
-
-def _unique(call: PagedCall, m: UnifiedMetadata) -> PartialAttention | None:
-    key_cache, value_cache, key_scale, value_scale = _slots(call)
-    scoring = call.scoring
-    return partial_attn_unique(
-        call.query, key_cache, value_cache, m.unique_blocks, m.unique_block_mapping,
-        m.unique_bias, m.block_size, m.fmin, scale=scoring.scale, softcap=scoring.softcap,
-        key_scale=key_scale, value_scale=value_scale, queries_used=m.unique_queries,
-    )  # fmt: skip

@@ -41,12 +41,8 @@ def attend_ranks(
 
 
 def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention]:
-    """Returns the result of each rank, in order, by one collective.
-
-    Args:
-        out: ``[T, H, Dv]``, normalised, zero in a row without visible keys.
-        lse: ``[T, H]``, -inf in such a row.
-        ranks: the group.
+    """Returns the results of all ranks, in order, by one collective: own out ``[T, H, Dv]``, zero
+    in a row without visible keys, and lse ``[T, H]``, -inf in such a row.
     """
     ops = torch.ops._c10d_functional  # functional, as torch.compile requires
     wide = torch.promote_types(out.dtype, torch.float32)

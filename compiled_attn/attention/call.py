@@ -6,6 +6,7 @@ A compiled or captured graph must not read numbers: `BatchBuilder` has checked t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -116,8 +117,7 @@ def check(call: UnifiedCall) -> None:
         _check_projection(call.value_projection, query, call.value)
     _check_parts(m)
     _check_shapes(m, tokens, heads, query)
-    _check_positions(m, call.scoring, tokens)
-    _check_requests(m, query)
+    _check_positions(m, call.scoring, query)
     if m.ranks is not None:
         _check_ranks(m, call.scoring)
     if can_read(query):
@@ -189,70 +189,54 @@ def _check_projection(projection: Tensor, query: Tensor, value: Tensor | None) -
 
 
 def _check_parts(m: UnifiedMetadata) -> None:
-    parts: dict[str, list[Tensor | int | None]] = {
-        "causal": [m.causal_bias],
-        "shared": [m.shared_blocks, m.shared_bias],
-        "unique": [m.unique_blocks, m.unique_block_mapping, m.unique_bias],
+    parts = {
+        "causal": ("causal_bias",),
+        "shared": ("shared_blocks", "shared_bias"),
+        "unique": ("unique_blocks", "unique_block_mapping", "unique_bias"),
     }
     for name, fields in parts.items():
-        given = sum(field is not None for field in fields)
-        if 0 < given < len(fields):
-            expected, got = f"all fields of the {name} part or none of them", f"{given}"
-            _expect(False, expected, got, "blocks without a bias would be left out in silence")
-    _expect(
-        m.has_parts or m.by_request is not None,
-        "at least one part of the attention",
-        "none",
-        "give the step a causal bias, shared blocks or unique blocks",
-    )
+        given = sum(getattr(m, field) is not None for field in fields)
+        expected = f"all fields of the {name} part or none of them"
+        remedy = "blocks without a bias would be left out in silence"
+        _expect(given in (0, len(fields)), expected, given, remedy)
+    given = sum(field is not None for field in (m.block_tables, m.seq_lens, m.query_start_loc))
+    expected = "block_tables, seq_lens and query_start_loc together or none of them"
+    _expect(given in (0, 3), expected, f"{given} of them", "fill all three, or none")
+    remedy = "give the step a causal bias, shared blocks or unique blocks"
+    has_any = m.has_parts or m.by_request is not None
+    _expect(has_any, "at least one part of the attention", "none", remedy)
     for name, size in (("causal_width", m.causal_width), ("shared_chunk", m.shared_chunk)):
-        if size is not None and size < 1:
-            _expect(False, f"{name} of at least 1 or None", size, "None is one piece")
+        fits = size is None or size >= 1
+        _expect(fits, f"{name} of at least 1 or None", size, "None is one piece")
 
 
 def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> None:
-    _expect_ints("slot_mapping", m.slot_mapping, (tokens,), like)
+    shape: tuple[int, ...]
+    ints: dict[str, tuple[int | None, ...]] = {"slot_mapping": (tokens,)}
     if m.causal_bias is not None:
         _expect_bias("causal_bias", m.causal_bias, (tokens, tokens), heads, like)
     if m.shared_blocks is not None and m.shared_bias is not None:
         blocks = m.shared_blocks.numel()
-        _expect_ints("shared_blocks", m.shared_blocks, (blocks,), like)
+        ints["shared_blocks"] = ints["shared_lengths"] = (blocks,)
         if m.shared_bias.is_floating_point():
             shape = (tokens, blocks, m.block_size)
             _expect_bias("shared_bias", m.shared_bias, shape, heads, like)
         else:
-            _expect_ints("shared_bias (usages)", m.shared_bias, (tokens, blocks), like)
-        if m.shared_lengths is not None:
-            _expect_ints("shared_lengths", m.shared_lengths, (blocks,), like)
-    _check_unique(m, heads, like)
-
-
-def _check_unique(m: UnifiedMetadata, heads: int, like: Tensor) -> None:
-    listed, mapping, bias = m.unique_blocks, m.unique_block_mapping, m.unique_bias
-    if listed is None or mapping is None or bias is None:
-        return
-    unique = listed if isinstance(listed, int) else listed.numel()
-    if isinstance(listed, Tensor):
-        _expect_ints("unique_blocks", listed, (unique,), like)
-    _expect_ints("unique_block_mapping", mapping, (unique,), like)
-    between = (heads,) if bias.dim() == 3 else ()
-    _expect.tensor("unique_bias", bias, "", (unique, *between, m.block_size), FLOATS, like)
-    if m.unique_queries is not None:
-        _expect_ints("unique_queries", m.unique_queries, (m.unique_queries.numel(),), like)
-
-
-def _check_requests(m: UnifiedMetadata, like: Tensor) -> None:
-    given = [field is not None for field in (m.block_tables, m.seq_lens, m.query_start_loc)]
-    if any(given) and not all(given):
-        expected = "block_tables, seq_lens and query_start_loc together or none of them"
-        _expect(False, expected, f"{sum(given)} of them", "fill all three, or none")
-    if m.by_request is None:
-        return
-    tables, lengths, starts = m.by_request
-    requests = tables.shape[0]
-    _expect_ints("block_tables", tables, (requests, tables.shape[-1]), like)
-    _expect_ints("seq_lens", lengths, (requests,), like)
-    _expect_ints("query_start_loc", starts, (requests + 1,), like)
+            shape = (tokens, blocks)
+            _expect.tensor("shared_bias", m.shared_bias, "(usages)", shape, INTS, like)
+    if m.unique_blocks is not None and m.unique_bias is not None:
+        listed = m.unique_blocks
+        unique = listed if isinstance(listed, int) else listed.numel()
+        between = (heads,) if m.unique_bias.dim() == 3 else ()
+        shape = (unique, *between, m.block_size)
+        ints["unique_blocks"] = ints["unique_block_mapping"] = (unique,)
+        ints["unique_queries"] = (None,)
+        _expect.tensor("unique_bias", m.unique_bias, "", shape, FLOATS, like)
+    if m.by_request is not None:
+        requests = m.by_request[0].shape[0]
+        ints["block_tables"], ints["seq_lens"] = (requests, None), (requests,)
+        ints["query_start_loc"] = (requests + 1,)
+    _expect_ints(m, ints, like)
 
 
 def _check_ranks(m: UnifiedMetadata, scoring: Scoring) -> None:
@@ -264,22 +248,25 @@ def _check_ranks(m: UnifiedMetadata, scoring: Scoring) -> None:
     _expect(scoring.alibi_slopes is None, "ranks without ALiBi", "slopes", remedy)
 
 
-def _check_positions(m: UnifiedMetadata, scoring: Scoring, tokens: int) -> None:
+def _check_positions(m: UnifiedMetadata, scoring: Scoring, like: Tensor) -> None:
     if (scoring.window is None and scoring.alibi_slopes is None) or not m.has_parts:
         return
-    needed = [("positions", m.positions, tokens)]
-    if m.shared_blocks is not None and m.shared_blocks.shape[0]:
-        needed.append(("shared_starts", m.shared_starts, m.shared_blocks.shape[0]))
-    if m.unique_block_mapping is not None and m.unique_block_mapping.shape[0]:
-        needed.append(("unique_starts", m.unique_starts, m.unique_block_mapping.shape[0]))
-    for name, tensor, size in needed:
-        if tensor is not None:
-            _expect_ints(name, tensor, (size,), m.slot_mapping)
-        m.needs(tensor, name)
+    needed = {"positions": like.shape[:1]}
+    blocks_of = {"shared_starts": m.shared_blocks, "unique_starts": m.unique_block_mapping}
+    for name, blocks in blocks_of.items():
+        if blocks is not None and blocks.shape[0]:
+            needed[name] = blocks.shape
+    _expect_ints(m, needed, like)
+    for name in needed:
+        m.needs(getattr(m, name), name)
 
 
-def _expect_ints(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    _expect.tensor(name, tensor, "", shape, INTS, like)
+def _expect_ints(
+    m: UnifiedMetadata, shapes: Mapping[str, Sequence[int | None]], like: Tensor
+) -> None:
+    for name, shape in shapes.items():
+        if isinstance(field := getattr(m, name), Tensor):
+            _expect.tensor(name, field, "", shape, INTS, like)
 
 
 def _expect_bias(name: str, bias: Tensor, shape: tuple[int, ...], heads: int, like: Tensor) -> None:
@@ -298,11 +285,9 @@ def _check_numbers(m: UnifiedMetadata, tokens: int, slots: int) -> None:
         _expect_range("shared_blocks", m.shared_blocks, blocks)
     if isinstance(m.unique_blocks, Tensor):
         _expect_range("unique_blocks", m.unique_blocks, blocks)
-    elif m.unique_blocks is not None and not 0 <= m.unique_blocks <= blocks:
-        raise ValueError(
-            f"unique_blocks: expected at most the {blocks} blocks of the cache, "
-            f"got {m.unique_blocks}: the metadata was built for another cache"
-        )
+    elif m.unique_blocks is not None:
+        expected, remedy = f"unique_blocks of at most {blocks}", "use metadata of this cache"
+        _expect(0 <= m.unique_blocks <= blocks, expected, m.unique_blocks, remedy)
     if m.unique_block_mapping is not None:
         # Padding points at row 0, also in a step without rows.
         _expect_range("unique_block_mapping", m.unique_block_mapping, max(tokens, 1))

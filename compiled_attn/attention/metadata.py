@@ -160,14 +160,9 @@ class UnifiedMetadata:
             unique = by_position(by_head, positions[mapping], keys, window, alibi_slopes)
             unique = unique.transpose(0, 1) if unique.dim() == 3 else unique
         return replace(
-            self,
-            causal_bias=causal,
-            shared_bias=shared,
-            unique_bias=unique,
-            block_tables=None,
-            seq_lens=None,
-            query_start_loc=None,
-        )
+            self, causal_bias=causal, shared_bias=shared, unique_bias=unique, block_tables=None,
+            seq_lens=None, query_start_loc=None,
+        )  # fmt: skip
 
     def chunks_of_shared(self) -> Iterator[UnifiedMetadata]:
         """Yields the shared part of the step, `shared_chunk` blocks at a time."""

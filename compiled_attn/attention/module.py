@@ -75,23 +75,11 @@ class UnifiedAttention(nn.Module):
         """Writes the step's keys and values, then attends: see `unified_attention`."""
         cache, layer = self.cache, self.layer
         out = unified_attention(
-            query,
-            key,
-            value,
-            cache.key(layer),
-            cache.value(layer) if cache.has_value else None,
-            self.scale,
-            metadata,
-            sliding_window=self.sliding_window,
-            softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            key_scale=cache.key_scale(layer),
-            value_scale=cache.value_scale(layer),
-            value_projection=self.value_projection,
-            attend=self.attend,
-            kernel=self.kernel,
-            fused_write=self.fused_write,
-        )
+            query, key, value, cache.key(layer), cache.value(layer) if cache.has_value else None,
+            self.scale, metadata, sliding_window=self.sliding_window, softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes, sinks=self.sinks, key_scale=cache.key_scale(layer),
+            value_scale=cache.value_scale(layer), value_projection=self.value_projection,
+            attend=self.attend, kernel=self.kernel, fused_write=self.fused_write,
+        )  # fmt: skip
         assert isinstance(out, Tensor)
         return out

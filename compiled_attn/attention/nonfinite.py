@@ -29,14 +29,9 @@ def zero_others(finite: Tensor, rows: Tensor) -> Tensor:
 
 
 def nan_if_seen(seen: Tensor, finite: Tensor) -> Tensor:
-    """Returns what to add to a query: 0 if all tokens that it sees are finite, else NaN.
+    """Returns 0 for queries whose ``seen [..., T, N]`` are all ``finite [..., N]``, else NaN.
 
-    Args:
-        seen: ``[..., T, N]`` bool.
-        finite: ``[..., N]`` bool.
-
-    Returns:
-        ``[..., T]`` float32.
+    ``[..., T]`` float32, to be added to what belongs to a query.
     """
     return torch.where(seen & ~finite.unsqueeze(-2), math.nan, 0.0).sum(-1)
 
@@ -44,26 +39,17 @@ def nan_if_seen(seen: Tensor, finite: Tensor) -> Tensor:
 def for_added_mask(key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Prepares keys and values for a kernel that masks by adding -inf, which does not hide NaN.
 
-    Args:
-        key, value: ``[..., N, Hk, D]``, D may differ.
-        seen: ``[..., T, N]`` bool.
-
-    Returns:
-        Keys and values with which every score is finite, and what to add to the queries.
+    Returns keys and values ``[..., N, Hk, D]`` with which every score is finite, and what to add
+    to the queries, see `nan_if_seen`.
     """
     finite = are_finite(key, _LARGEST_KEY) & are_finite(value)
     return zero_others(finite, key), zero_others(finite, value), nan_if_seen(seen, finite)
 
 
 def sum_of_parts(uses: Tensor, parts: Tensor) -> Tensor:
-    """Returns sums of the parts that each row uses; NaN if one of them is not finite.
+    """Returns sums ``[R, ...]`` of the parts ``[n, ...]`` that each row ``uses [R, n]``.
 
-    Args:
-        uses: ``[R, n]`` bool.
-        parts: ``[n, ...]``, float32 or float64.
-
-    Returns:
-        ``[R, ...]``.
+    NaN if one of them is not finite.
     """
     # A reduction that finds finite parts would read all of them once more, a fifth of the time of
     # decodes. This fuses: non-finite parts become a large number, which a weight of 0 does hide,

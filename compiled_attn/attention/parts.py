@@ -66,21 +66,12 @@ def partial_attn_causal(
     if has_no_queries(query):
         return of_no_queries(query, value)
     width = tokens if width is None else width
+    options = {"scale": scale, "softcap": softcap, "fmin": fmin}
     slices = []
     for start in range(0, tokens, width):
         end = min(start + width, tokens)
-        part_bias = bias[..., start:end, :end]
-        slices.append(
-            attend(
-                query[start:end],
-                key[:end],
-                value[:end],
-                part_bias,
-                scale=scale,
-                softcap=softcap,
-                fmin=fmin,
-            )
-        )
+        part = query[start:end], key[:end], value[:end], bias[..., start:end, :end]
+        slices.append(attend(*part, **options))
     if len(slices) == 1:
         return slices[0]
     return PartialAttention(*(torch.cat(parts) for parts in zip(*slices, strict=True)))
@@ -128,15 +119,8 @@ def partial_attn_shared(
     else:
         used = slots_of(block_size, blocks) < lengths.unsqueeze(-1)
         key, value = (gather_blocks(cache, blocks, used, scale) for cache, scale in caches)
-    return attend(
-        query,
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        bias.flatten(-2),
-        scale=scale,
-        softcap=softcap,
-        fmin=fmin,
-    )
+    tokens = key.flatten(0, 1), value.flatten(0, 1), bias.flatten(-2)
+    return attend(query, *tokens, scale=scale, softcap=softcap, fmin=fmin)
 
 
 def partial_attn_unique(

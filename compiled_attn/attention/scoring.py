@@ -51,16 +51,9 @@ def by_position(
     window: int | None,
     alibi_slopes: Tensor | None,
 ) -> Tensor:
-    """Hides keys outside the window in a bias, and adds ALiBi.
+    """Hides keys outside the window in a bias ``[T, N]`` or ``[H, T, N]``, and adds ALiBi.
 
-    Args:
-        bias: ``[T, N]`` or ``[H, T, N]``.
-        query_positions: ``[T]`` ints.
-        key_positions: ``[N]``, or ``[T, N]`` if each query has its own keys.
-        window, alibi_slopes: see `Scoring`.
-
-    Returns:
-        The new bias; ``[H, T, N]`` with slopes.
+    ``query_positions [T]``; ``key_positions [N]``, or ``[T, N]`` if each query has its own keys.
     """
     distance = query_positions.unsqueeze(-1) - key_positions  # [T, N]
     if window is not None:

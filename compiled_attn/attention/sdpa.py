@@ -61,7 +61,7 @@ class SdpaKernel(Implementation):
         if has_no_queries(query):  # the op divides by zero, which kills the process
             return of_no_queries(query, value)
         group = query.shape[1] // key.shape[1]
-        # A float32 mask keeps finite biases exact for a half precision query.
+        # A float32 mask represents finite biases exactly for a half precision query.
         mask = bias.to(torch.promote_types(query.dtype, torch.float32))
         key, value = key.to(query.dtype), value.to(query.dtype)
         seen = bias > -math.inf

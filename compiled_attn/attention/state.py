@@ -42,14 +42,9 @@ def has_no_queries(query: Tensor) -> bool:
 
 
 def of_no_queries(query: Tensor, value: Tensor) -> PartialAttention:
-    """Returns the part of a step without tokens, which kernels do not support.
+    """Returns the part of a step without tokens ``[0, H, Dv]``, which kernels do not support.
 
-    Args:
-        query: ``[0, H, D]``.
-        value: ``[..., Dv]``.
-
-    Returns:
-        ``[0, H, Dv]`` and ``[0, H]``, in float32 (float64 for float64); gradients pass through.
+    Gradients pass through.
     """
     rows = query.to(torch.promote_types(query.dtype, torch.float32)).sum(-1)
     return PartialAttention(rows.unsqueeze(-1).expand(-1, -1, value.shape[-1]), rows, rows)

@@ -94,11 +94,7 @@ def unified_attention(
     Source: MLA of DeepSeek-V2 (2024), sinks of gpt-oss, ALiBi of Press et al. (2022).
     """
     scoring = Scoring(
-        scale,
-        window=sliding_window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        scale, window=sliding_window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
     )
     call = UnifiedCall(
         query, key, value, key_cache, value_cache, metadata, scoring, key_scale, value_scale,

@@ -127,8 +127,8 @@ class _Packed(nn.Module):
             self.scale.copy_(scale)
             return
         single = plain.to(packed.device, torch.float32)
-        if packed_linear.has_halves(single):
-            packed.copy_(packed_linear.halve(single))
+        if packed_linear.fits_bf16(single):
+            packed.copy_(packed_linear.pack_bf16(single))
             return
         errors.append(
             f"expected for {name} weights that bfloat16 holds exactly, like those that an engine "
@@ -352,7 +352,7 @@ def _store(
         packed, scale = packed_linear.quantise(plain)
         undo.callback(setattr, parameter, "data", plain)
     else:
-        packed = packed_linear.halve(plain)
+        packed = packed_linear.pack_bf16(plain)
         undo.callback(lambda: setattr(parameter, "data", packed_linear.unpack(packed)))
     undo.callback(parameter.requires_grad_, parameter.requires_grad)
     parameter.requires_grad_(False)

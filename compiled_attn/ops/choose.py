@@ -18,17 +18,9 @@ from compiled_attn.ops.triton.register import why_not as why_no_triton
 from graphs.torch_internals.dispatch import has_kernel
 
 __all__ = [
-    "CHOICES",
-    "KernelChoice",
-    "NativeKernel",
-    "PortableKernel",
-    "as_int32",
-    "attend_paged",
-    "choose",
-    "chooses_native",
-    "unavailable",
-    "unit_strides",
-]
+    "CHOICES", "KernelChoice", "NativeKernel", "PortableKernel", "as_int32", "attend_paged",
+    "choose", "chooses_native", "unavailable", "unit_strides",
+]  # fmt: skip
 
 _INT32 = torch.iinfo(torch.int32)
 

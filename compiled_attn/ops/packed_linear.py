@@ -5,9 +5,8 @@ AVX-512 dot products (``vdpbf16ps``) and AMX tiles (``tdpbf16ps``) as they are, 
 once, in address order. In float32 it holds single inputs, for multiply-adds. Packed weights replace
 the originals, see `compiled_attn.models.packed`.
 
-Most models are published in bfloat16, so in float32 the lower halves of their weights are zeros.
-Storing only the upper halves doubles the speed of reading, with the same bits (with AMX, the same
-but for rounding).
+Most models are published in bfloat16, which therefore stores their float32 weights exactly, in half
+the memory ("bf16-widen"): results have the same bits (with AMX, the same but for rounding).
 """
 
 from __future__ import annotations
@@ -20,41 +19,20 @@ from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
-    "Packing",
-    "arrange",
-    "as_int8",
-    "as_packed",
-    "can_pack",
-    "can_quantise",
-    "fake",
-    "fake_all",
-    "fake_rows",
-    "fake_swiglu",
-    "halve",
-    "has_halves",
-    "is_packed",
-    "pack",
-    "quantise",
-    "reference",
-    "reference_all",
-    "reference_swiglu",
-    "rows",
-    "unpack",
-]
+    "Packing", "arrange", "as_int8", "as_packed", "can_pack", "can_quantise", "fake", "fake_all",
+    "fake_rows", "fake_swiglu", "fits_bf16", "is_packed", "pack", "pack_bf16", "quantise",
+    "reference", "reference_all", "reference_swiglu", "rows", "unpack",
+]  # fmt: skip
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
 _ROWS_AT_ONCE = 1024  # bounds temporary memory
 _MAX_CODE = 127.0
-_GROUP = {  # adjacent inputs of an output
-    torch.bfloat16: 2,
-    torch.int8: 2,
-    torch.int16: 2,
-    torch.float32: 1,
-}
+# Adjacent inputs of an output.
+_GROUP = {torch.bfloat16: 2, torch.int8: 2, torch.int16: 2, torch.float32: 1}
 
-Packing = Literal["packed", "halves", "int8"]
-"""How a weight is stored: in its dtype, as upper halves of float32, or as int8."""
+Packing = Literal["packed", "bf16-widen", "int8"]
+"""How a weight is stored: in its dtype, as bfloat16 widened to float32 when read, or as int8."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -74,7 +52,7 @@ def can_quantise(weight: Tensor) -> bool:
     return weight.dtype is torch.bfloat16 and can_pack(weight)
 
 
-def has_halves(weight: Tensor) -> bool:
+def fits_bf16(weight: Tensor) -> bool:
     """Whether a weight can be packed, is float32, and bfloat16 represents it exactly."""
     if not can_pack(weight) or weight.dtype is not torch.float32:
         return False
@@ -98,10 +76,7 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Packs ``weight [N, K]``.
-
-    Returns:
-        ``[N / 16, K / 2, 16, 2]`` of bfloat16, ``[N / 16, K, 16, 1]`` of float32.
+    """Packs ``weight [N, K]``: bfloat16 ``[N / 16, K / 2, 16, 2]``, float32 ``[N / 16, K, 16, 1]``.
 
     Raises:
         ValueError: unsupported weight, see `can_pack`.
@@ -115,16 +90,13 @@ def pack(weight: Tensor) -> Tensor:
     return arrange(weight, _GROUP[weight.dtype])
 
 
-def halve(weight: Tensor) -> Tensor:
-    """Packs the upper halves of ``weight [N, K]`` float32.
-
-    Returns:
-        ``[N / 16, K / 2, 16, 2]`` int16, which `unpack` restores exactly.
+def pack_bf16(weight: Tensor) -> Tensor:
+    """Packs ``weight [N, K]`` float32 as bfloat16 ``[N / 16, K / 2, 16, 2]``, viewed as int16.
 
     Raises:
-        ValueError: the lower halves are not zeros, see `has_halves`.
+        ValueError: bfloat16 does not represent it exactly, see `fits_bf16`.
     """
-    if not has_halves(weight):
+    if not fits_bf16(weight):
         raise ValueError(
             "expected a float32 weight that can be packed and that is exact in bfloat16, got "
             f"{weight.dtype} {[*weight.shape]} that is not: pack it in its dtype"
@@ -141,11 +113,7 @@ def arrange(weight: Tensor, group: int) -> Tensor:
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Packs ``weight [N, K]`` as symmetric int8 with a scale per output, rounded to nearest.
-
-    Returns:
-        ``[N / 16, K / 2, 16, 2]`` int8 and ``scale [N]`` float32.
-    """
+    """Packs ``weight [N, K]`` as symmetric int8 ``[N / 16, K / 2, 16, 2]`` and ``scale [N]``."""
     wide = weight.float()
     scale = wide.abs().amax(1) / _MAX_CODE
     codes = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
@@ -153,13 +121,13 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(weight: Tensor) -> Tensor:
-    """Restores ``[N, K]`` from a packed weight: float32 from upper halves, codes from int8."""
+    """Restores ``[N, K]`` from a packed weight: float32 from bf16-widen, codes from int8."""
     panels, groups, _, group = weight.shape
     return _widen(weight.transpose(1, 2).reshape(panels * _PANEL, group * groups))
 
 
 def _widen(weight: Tensor) -> Tensor:
-    """Upper halves to float32; others unchanged."""
+    """bf16-widen (int16) to float32; others unchanged."""
     return weight.view(torch.bfloat16).float() if weight.dtype is torch.int16 else weight
 
 
@@ -175,8 +143,8 @@ def reference(
 
     Args:
         input: ``[M, K]`` bfloat16 or float32, rows of any stride.
-        weight: from `pack` in the same dtype, from `quantise` for bfloat16 inputs, or from `halve`
-            for float32 inputs.
+        weight: from `pack` in the same dtype, from `quantise` for bfloat16 inputs, or from
+            `pack_bf16` for float32 inputs.
         bias: ``[N]`` in the input's dtype.
         scale: ``[N]`` float32 from `quantise`, else None.
 
@@ -191,9 +159,7 @@ def reference(
     return sums.to(input.dtype)
 
 
-def fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
+def fake(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
     """Returns an empty result."""
     return input.new_empty(input.shape[0], weight.shape[0] * _PANEL)
 
@@ -202,14 +168,14 @@ def reference_all(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> list[Tensor]:
     """`reference` for each layer; ``biases`` and ``scales``: one per layer, or none."""
-    return [reference(input, *layer) for layer in _layers(weights, biases, scales)]
+    none = [None] * len(weights)
+    layers = zip(weights, biases or none, scales or none, strict=True)
+    return [reference(input, *layer) for layer in layers]
 
 
-def fake_all(
-    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
-) -> list[Tensor]:
+def fake_all(input: Tensor, weights: Sequence[Tensor], *_: Sequence[Tensor]) -> list[Tensor]:
     """Returns empty results."""
-    return [fake(input, *layer) for layer in _layers(weights, biases, scales)]
+    return [fake(input, weight) for weight in weights]
 
 
 def reference_swiglu(
@@ -225,9 +191,7 @@ def reference_swiglu(
     return (functional.silu(gate.float()) * up.float()).to(input.dtype)
 
 
-def fake_swiglu(
-    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
-) -> Tensor:
+def fake_swiglu(input: Tensor, weights: Sequence[Tensor], *_: Sequence[Tensor]) -> Tensor:
     """Returns an empty result."""
     _check_swiglu(weights)
     return fake(input, weights[0])
@@ -240,11 +204,6 @@ def _check_swiglu(weights: Sequence[Tensor]) -> None:
             "packed_swiglu: expected the weights of gate and up, with as many outputs each, got "
             f"{outputs}: pass [gate, up]"
         )
-
-
-def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:
-    missing = [None] * len(weights)
-    return zip(weights, *(each or missing for each in others), strict=True)
 
 
 def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ REFERENCE = "reference"
 _ARGUMENT_ERROR = re.compile(r"paged_attention_?: expected ")
 
 _log = logging.getLogger(__name__)
+
+_Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,60 +69,41 @@ class NativeOps:
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention`."""
-        op = getattr(torch.ops, self.namespace).paged_attention
-        out, lse = call_op(op, *args, **kwargs)
+        out, lse = call_op(self._ops.paged_attention, *args, **kwargs)
         return out, lse
 
     def paged_attention_(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention_`."""
-        op = getattr(torch.ops, self.namespace).paged_attention_
-        out, lse = call_op(op, *args, **kwargs)
+        out, lse = call_op(self._ops.paged_attention_, *args, **kwargs)
         return out, lse
 
-    def packed_linear(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        scale: Tensor | None = None,
-    ) -> Tensor:
+    def packed_linear(self, *layer: Tensor | None, **named: Tensor | None) -> Any:
         """See `packed_linear.reference`."""
-        out: Tensor = getattr(torch.ops, self.namespace).packed_linear(input, weight, bias, scale)
-        return out
+        return self._ops.packed_linear(*layer, **named)
 
     def packed_linears(
-        self,
-        input: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor] = (),
-        scales: Sequence[Tensor] = (),
-    ) -> list[Tensor]:
+        self, input: Tensor, weights: _Tensors, biases: _Tensors = (), scales: _Tensors = ()
+    ) -> Any:
         """See `packed_linear.reference_all`."""
-        op = getattr(torch.ops, self.namespace).packed_linears
-        out: list[Tensor] = op(input, weights, biases, scales)
-        return out
+        return self._ops.packed_linears(input, weights, biases, scales)
 
     def packed_swiglu(
-        self,
-        input: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor] = (),
-        scales: Sequence[Tensor] = (),
-    ) -> Tensor:
+        self, input: Tensor, weights: _Tensors, biases: _Tensors = (), scales: _Tensors = ()
+    ) -> Any:
         """See `packed_linear.reference_swiglu`."""
-        op = getattr(torch.ops, self.namespace).packed_swiglu
-        out: Tensor = op(input, weights, biases, scales)
-        return out
+        return self._ops.packed_swiglu(input, weights, biases, scales)
 
-    def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+    def packed_rows(self, weight: Tensor, ids: Tensor) -> Any:
         """See `packed_linear.rows`; ids ``[n]`` out of range are errors."""
-        out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
-        return out
+        return self._ops.packed_rows(weight, ids)
 
-    def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
+    def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Any:
         """See `sampling.reference`; native results may be `sampling.UNDECIDED`."""
-        out: Tensor = getattr(torch.ops, self.namespace).sample_tokens(logits, *settings)
-        return out
+        return self._ops.sample_tokens(logits, *settings)
+
+    @property
+    def _ops(self) -> Any:
+        return getattr(torch.ops, self.namespace)
 
 
 def call_op(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -158,70 +141,56 @@ def load(
         NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict or a
             variant).
     """
-    return _LOADER.load(isa, strict, _Variant(tuple(sanitize), plain_tiles))
+    suffixes = [*([isa] if isa else []), *["plain_tiles"] * plain_tiles, *sanitize]
+    namespace = "_".join([NAMESPACE, *suffixes])
+    with _LOCK:
+        ops = _OPS.get(namespace)
+        if ops is None:
+            options = {"sanitize": tuple(sanitize), "plain_tiles": plain_tiles}
+            ops = _register(namespace, isa, strict or bool(suffixes), options)
+            _OPS[namespace] = ops
+    if strict and ops.why_not_native is not None:
+        raise NativeUnavailable(ops.why_not_native)
+    return ops
 
 
-@dataclass(frozen=True)
-class _Variant:
-    sanitize: tuple[str, ...]
-    plain_tiles: bool
-
-    def suffixes(self) -> list[str]:
-        """Returns the suffixes of its namespace."""
-        return ["plain_tiles"] * self.plain_tiles + [*self.sanitize]
+# The ops registered in this process: torch allows one per name.
+_OPS: dict[str, NativeOps] = {}
+_LIBRARIES: list[torch.library.Library] = []
+_LOCK = threading.Lock()
 
 
-class _Loader:
-    """The ops registered in this process: torch allows one per name."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ops: dict[str, NativeOps] = {}
-        self._libraries: list[torch.library.Library] = []
-
-    def load(self, isa: str | None, strict: bool, variant: _Variant) -> NativeOps:
-        suffixes = [*([isa] if isa else []), *variant.suffixes()]
-        namespace = "_".join([NAMESPACE, *suffixes])
-        with self._lock:
-            ops = self._ops.get(namespace)
-            if ops is None:
-                ops = self._register(namespace, isa, strict or bool(suffixes), variant)
-                self._ops[namespace] = ops
-        if strict and ops.why_not_native is not None:
-            raise NativeUnavailable(ops.why_not_native)
-        return ops
-
-    def _register(
-        self, namespace: str, isa: str | None, strict: bool, variant: _Variant
-    ) -> NativeOps:
-        fragment = torch.library.Library(namespace, "FRAGMENT")
-        self._libraries.append(fragment)  # registrations live as long as it does
-        ops = NativeOps(namespace, REFERENCE)
-        if isa != REFERENCE:
-            try:
-                isas = [isa] if isa else available_isas()
-                ops = _first_that_builds(isas, namespace, variant)
-            except NativeUnavailable as error:
-                if strict:
-                    raise
-                _log.warning("the native kernel is not used: %s", error)
-                ops = NativeOps(namespace, REFERENCE, why_not_native=str(error))
-        if ops.isa == REFERENCE:
-            _define_in_python(fragment)
-        elif namespace == NAMESPACE and ops.build is not None:
-            native = getattr(torch.ops, namespace)
-            ops = replace(ops, tuning=load_or_calibrate(ops.build.library, ops.isa, native))
-        if namespace == NAMESPACE and why_not() is None:
-            register(fragment)
-        for name, fake in _FAKES.items():
-            torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
-        return ops
+def _register(
+    namespace: str, isa: str | None, strict: bool, options: Mapping[str, Any]
+) -> NativeOps:
+    fragment = torch.library.Library(namespace, "FRAGMENT")
+    _LIBRARIES.append(fragment)  # registrations live as long as it does
+    ops = NativeOps(namespace, REFERENCE)
+    if isa != REFERENCE:
+        try:
+            ops = _first_that_builds([isa] if isa else available_isas(), namespace, options)
+        except NativeUnavailable as error:
+            if strict:
+                raise
+            _log.warning("the native kernel is not used: %s", error)
+            ops = replace(ops, why_not_native=str(error))
+    if ops.build is None:
+        for name, schema in schemas().items():
+            fragment.define(schema)
+            fragment.impl(name, _IN_PYTHON[name], "CPU")
+    elif namespace == NAMESPACE:
+        native = getattr(torch.ops, namespace)
+        ops = replace(ops, tuning=load_or_calibrate(ops.build.library, ops.isa, native))
+    if namespace == NAMESPACE and why_not() is None:
+        register(fragment)
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
+    return ops
 
 
-_LOADER = _Loader()
-
-
-def _first_that_builds(isas: Sequence[str], namespace: str, variant: _Variant) -> NativeOps:
+def _first_that_builds(
+    isas: Sequence[str], namespace: str, options: Mapping[str, Any]
+) -> NativeOps:
     """Builds and loads the first instruction set that compiler and system support.
 
     Raises:
@@ -231,7 +200,7 @@ def _first_that_builds(isas: Sequence[str], namespace: str, variant: _Variant) -
     for isa in isas:
         try:
             request_permission(isa)
-            build = _load_library(isa, namespace, variant)
+            build = _load_library(isa, namespace, options)
         except (NativeUnavailable, OSError) as error:
             first = first or error
             continue
@@ -242,7 +211,7 @@ def _first_that_builds(isas: Sequence[str], namespace: str, variant: _Variant) -
     raise NativeUnavailable(str(first)) from first
 
 
-def _load_library(isa: str, namespace: str, variant: _Variant) -> Build:
+def _load_library(isa: str, namespace: str, options: Mapping[str, Any]) -> Build:
     """Loads the wheel's library, or else builds one.
 
     Raises:
@@ -260,15 +229,9 @@ def _load_library(isa: str, namespace: str, variant: _Variant) -> Build:
             )  # fmt: skip
         else:
             return ready
-    made = build(isa, namespace, **vars(variant))
+    made = build(isa, namespace, **options)
     torch.ops.load_library(str(made.library))
     return made
-
-
-def _define_in_python(library: torch.library.Library) -> None:
-    for name, schema in schemas().items():
-        library.define(schema)
-        library.impl(name, _IN_PYTHON[name], "CPU")
 
 
 def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: Any) -> Any:
@@ -291,11 +254,7 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "sample_tokens": sampling.reference,
 }
 _FAKES: dict[str, Callable[..., Any]] = {
-    "paged_attention": _fake,
-    "paged_attention_": _fake_write,
-    "packed_linear": packed_linear.fake,
-    "packed_linears": packed_linear.fake_all,
-    "packed_swiglu": packed_linear.fake_swiglu,
-    "packed_rows": packed_linear.fake_rows,
-    "sample_tokens": sampling.fake,
-}
+    "paged_attention": _fake, "paged_attention_": _fake_write, "packed_linear": packed_linear.fake,
+    "packed_linears": packed_linear.fake_all, "packed_swiglu": packed_linear.fake_swiglu,
+    "packed_rows": packed_linear.fake_rows, "sample_tokens": sampling.fake,
+}  # fmt: skip

@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compiled_attn.ops.cpu.libraries import layer_tuning_file
-from compiled_attn.ops.packed_linear import Packing, halve, has_halves, pack
+from compiled_attn.ops.packed_linear import Packing, fits_bf16, pack, pack_bf16
 from compiled_attn.ops.paged_attention import NativeOps, load
 from compiled_attn.ops.timing import medians
 from graphs.errors import StoreBusy
 from graphs.files import write_whole
 from graphs.store.lock import locked
 
-__all__ = ["FLOAT32", "HALVES", "ONEDNN", "Tuning", "onednn_sizes", "tuning"]
+__all__ = ["FLOAT32", "ONEDNN", "WIDENED", "Tuning", "onednn_sizes", "tuning"]
 
 FLOAT32 = ", float32"
 """Suffix of results for packed float32 weights."""
-HALVES = ", float32 in halves"
-"""Suffix of results for float32 weights packed as upper halves."""
+WIDENED = ", float32 as bf16"
+"""Suffix of results for float32 weights packed as bf16-widen."""
 ONEDNN = ", oneDNN"
 """Suffix of results for oneDNN."""
 
@@ -61,12 +61,7 @@ class Tuning:
         file: as given; None after a failed write.
     """
 
-    def __init__(
-        self,
-        ops: NativeOps,
-        file: Path | None,
-        measure: Measure | None = None,
-    ) -> None:
+    def __init__(self, ops: NativeOps, file: Path | None, measure: Measure | None = None) -> None:
         self._ops, self.file = ops, file
         self._measure = measure
         self._known: dict[str, float] = _read(file)
@@ -82,12 +77,14 @@ class Tuning:
         """Returns the fastest packing of ``weight [N, K]``, which can be packed; None: unpacked."""
         is_float32 = weight.dtype is torch.float32
         packed = self._gain(weight, FLOAT32 if is_float32 else "", partial(_packed_ratio, pack))
-        halves = (
-            self._gain(weight, HALVES, partial(_packed_ratio, halve)) if has_halves(weight) else 0.0
+        widened = (
+            self._gain(weight, WIDENED, partial(_packed_ratio, pack_bf16))
+            if fits_bf16(weight)
+            else 0.0
         )
-        if max(packed, halves) <= 1:
+        if max(packed, widened) <= 1:
             return None
-        return "halves" if halves > packed else "packed"
+        return "bf16-widen" if widened > packed else "packed"
 
     def takes_onednn(self, weight: Tensor) -> bool:
         """Whether oneDNN is faster than MKL for ``weight [N, K]`` float32."""
@@ -193,7 +190,7 @@ def _packed_ratio(pack: Callable[[Tensor], Tensor], ops: NativeOps, weight: Tens
     copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
     chance = torch.Generator().manual_seed(0)  # not the user's
     random = torch.randn(weight.shape, generator=chance)  # zeros would be faster
-    random = random.bfloat16().to(weight.dtype)  # so that it can be packed as upper halves
+    random = random.bfloat16().to(weight.dtype)  # so that it can be packed as bfloat16
     plain = [random.clone() for _ in range(copies)]
     packed = [pack(random) for _ in range(copies)]
     counts = _FEW_ROWS if weight.numel() > _LARGE else _ROWS

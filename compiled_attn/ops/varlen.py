@@ -69,17 +69,12 @@ def traits_of(call: PagedCall) -> AttentionTraits:
     scoring = call.scoring
     left = -1 if scoring.window is None else scoring.window - 1
     return AttentionTraits(
-        call.query.device.type,
-        call.query.dtype,
-        (call.key_cache.dtype, call.value_cache.dtype),
-        call.query.shape[2],
-        softcap=scoring.softcap is not None,
+        call.query.device.type, call.query.dtype, (call.key_cache.dtype, call.value_cache.dtype),
+        call.query.shape[2], softcap=scoring.softcap is not None,
         alibi=0 if scoring.alibi_slopes is None else 1,
-        window=(left, 0) if call.causal else (-1, -1),
-        sinks=scoring.sinks is not None,
-        value_dim=call.value_cache.shape[3],
-        page=call.key_cache.shape[1],
-    )
+        window=(left, 0) if call.causal else (-1, -1), sinks=scoring.sinks is not None,
+        value_dim=call.value_cache.shape[3], page=call.key_cache.shape[1],
+    )  # fmt: skip
 
 
 def attend(call: PagedCall) -> tuple[Tensor, Tensor]:
@@ -92,20 +87,12 @@ def attend(call: PagedCall) -> tuple[Tensor, Tensor]:
     tokens, width = query.shape[0], call.block_table.shape[1]
     aux: Any = import_module(_MODULE)
     out, lse = _varlen_attn()(
-        query,
-        call.key_cache,
-        call.value_cache,
-        starts,
-        None,
-        tokens,
-        width * call.key_cache.shape[1],
-        return_aux=aux.AuxRequest(lse=True),
-        scale=float(call.scoring.scale),
-        window_size=traits_of(call).window,
-        enable_gqa=query.shape[1] != call.key_cache.shape[2],
-        seqused_k=call.seq_lens,
+        query, call.key_cache, call.value_cache, starts, None, tokens,
+        width * call.key_cache.shape[1], return_aux=aux.AuxRequest(lse=True),
+        scale=float(call.scoring.scale), window_size=traits_of(call).window,
+        enable_gqa=query.shape[1] != call.key_cache.shape[2], seqused_k=call.seq_lens,
         block_table=call.block_table,
-    )
+    )  # fmt: skip
     row = torch.arange(tokens, device=query.device)
     is_own = ((row >= starts[0]) & (row < starts[-1]))[:, None]
     # Rows that see nothing have an lse of either infinity; rows of no request are not written.

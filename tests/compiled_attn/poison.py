@@ -1,8 +1,7 @@
-"""A value that is not finite, in one place of a scene; and the rows that it may hurt."""
+"""A value that is not finite, in one element of a scene; and the rows that it may hurt."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,10 +13,8 @@ from compiled_attn import BatchBuilder, UnifiedMetadata
 from tests.compiled_attn.attention.unified_run import metadata_of
 from tests.oracle import LARGEST, Scene
 
-POISONS = (math.nan, math.inf, -math.inf)
 
-
-class Place(NamedTuple):
+class Element(NamedTuple):
     """An element of an argument of unified attention, that of one token of one request."""
 
     argument: str
@@ -54,7 +51,7 @@ def arguments_of(scene: Scene, metadata: UnifiedMetadata) -> dict[str, Any]:
     return {"query": query, "key": key, "value": value, **scene.caches}
 
 
-def places(scene: Scene) -> Iterator[Place]:
+def elements(scene: Scene) -> Iterator[Element]:
     """In each request the first and the last cached token and new token, in every argument."""
     size, first_row = scene.shape.block_size, 0
     new = ["query", "key"] + ["value"] * (not scene.shape.latent)
@@ -70,27 +67,27 @@ def places(scene: Scene) -> Iterator[Place]:
             slot = int(request.block_table[position // size]) * size + position % size
             for name in cached:
                 at = (slot, head) if name.endswith("scale") else (slot, head, 1)
-                yield Place(name, index, position, at)
+                yield Element(name, index, position, at)
         for row in {0, count - 1}:
             for name in new:
-                yield Place(name, index, context + row, (first_row + row, head, 1))
+                yield Element(name, index, context + row, (first_row + row, head, 1))
         first_row += count
 
 
-def hurt_rows(scene: Scene, place: Place, window: int | None = None) -> Tensor:
-    """The new tokens that see a place, ``[tokens]`` bool: of a query its own row alone."""
+def hurt_rows(scene: Scene, element: Element, window: int | None = None) -> Tensor:
+    """The new tokens that see an element, ``[tokens]`` bool: of a query its own row alone."""
     size = scene.shape.block_size
-    column = place.position // size
-    block = scene.requests[place.request].block_table[column]
+    column = element.position // size
+    block = scene.requests[element.request].block_table[column]
     rows = []
     for index, request in enumerate(scene.requests):
-        table, own = request.block_table, index == place.request
+        table, own = request.block_table, index == element.request
         end = request.context_len + (len(request.tokens) if own else 0)
-        reads = place.position < end and column < len(table) and table[column] == block
+        reads = element.position < end and column < len(table) and table[column] == block
         for position in range(request.context_len, request.context_len + len(request.tokens)):
-            if place.argument == "query":
-                rows.append(own and position == place.position)
+            if element.argument == "query":
+                rows.append(own and position == element.position)
             else:
-                inside = window is None or position - place.position < window
-                rows.append(bool(reads and place.position <= position and inside))
+                inside = window is None or position - element.position < window
+                rows.append(bool(reads and element.position <= position and inside))
     return torch.tensor(rows)

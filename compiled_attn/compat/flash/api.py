@@ -11,7 +11,6 @@ from torch import Tensor
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.merge import lse as log_sum_exp
 from compiled_attn.attention.merge import merge
-from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.compat.flash.forward import forward
 from compiled_attn.compat.flash.inputs import FlashCall
 from compiled_attn.compat.flash.validation import check, check_bounds
@@ -129,17 +128,10 @@ def _row(call: FlashCall, row: int, length: int) -> tuple[Tensor, Tensor]:
     query = call.q[row]
     pages, slots = _slots(call, row, total)
     if call.k is not None and call.v is not None:
-        key = call.k[row]
-        if call.rotary_cos is not None and call.rotary_sin is not None:
-            tables, pairing = (call.rotary_cos, call.rotary_sin), call.rotary_interleaved
-            positions = (
-                length
-                + torch.arange(query.shape[0], device=query.device) * call.rotates_by_position
-            )
-            query = apply_rotary(query, *tables, positions, interleaved=pairing)
-            positions = length + torch.arange(key.shape[0], device=key.device)
-            key = apply_rotary(key, *tables, positions, interleaved=pairing)
-        call.k_cache[pages[length:], slots[length:]] = key
+        at = torch.arange(len(query), device=query.device) * call.rotates_by_position
+        query = call.rotated(query, length + at)
+        positions = torch.arange(length, total, device=query.device)
+        call.k_cache[pages[length:], slots[length:]] = call.rotated(call.k[row], positions)
         call.v_cache[pages[length:], slots[length:]] = call.v[row]
     pad = 0 if call.cache_leftpad is None else int(call.cache_leftpad[row])
     own = pages[pad:], slots[pad:]

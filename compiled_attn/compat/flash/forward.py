@@ -12,49 +12,19 @@ from torch import Tensor
 
 from compiled_attn.arguments import can_read
 from compiled_attn.attention.merge import lse, merge, merge_online
-from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.attention.state import PartialAttention
 from compiled_attn.compat.flash.inputs import FlashCall, PageTable
 from compiled_attn.compat.flash.key_slice import KeySlice, select_attend
 from compiled_attn.compat.flash.validation import assert_bounds, check, check_bounds
 from compiled_attn.ops import PagedCall, attend_paged, chooses_native, write_rows
 
-__all__ = ["alibi", "forward", "query_slots", "slots_in_use", "visible"]
+__all__ = ["forward"]
 
 _SCORES_AT_ONCE = 1 << 24
 """Scores of a slice of keys if ``num_splits`` is 0: 64 MiB in float32."""
 
 
-def query_slots(totals: Tensor, queries: int) -> Tensor:
-    """Returns the slot of each query, ``[B] -> [B, Sq]``; negative with fewer keys than queries."""
-    return totals.unsqueeze(1) - queries + torch.arange(queries, device=totals.device)
-
-
-def slots_in_use(slots: Tensor, totals: Tensor, leftpad: Tensor | None) -> Tensor:
-    """Returns which slots ``[N]`` hold a token of each row, ``[B, N]``; others may hold NaN."""
-    used = slots < totals.unsqueeze(1)
-    return used if leftpad is None else used & (slots >= leftpad.unsqueeze(1))
-
-
-def visible(slots: Tensor, used: Tensor, at: Tensor, window: tuple[int, int]) -> Tensor:
-    """Returns which slots ``[N]`` each query sees, ``[B, Sq, N]``.
-
-    Args:
-        slots: ``[N]``.
-        used: ``[B, N]``, of `slots_in_use`.
-        at: ``[B, Sq]``, of `query_slots`.
-        window: visible slots to the left and right of a query; negative: all.
-    """
-    left, right = window
-    seen = used.unsqueeze(1).expand(-1, at.shape[1], -1)
-    if left >= 0:
-        seen = seen & (slots >= at.unsqueeze(2) - left)
-    if right >= 0:
-        seen = seen & (slots <= at.unsqueeze(2) + right)
-    return seen
-
-
-def alibi(slopes: Tensor, slots: Tensor, at: Tensor) -> Tensor:
+def _alibi(slopes: Tensor, slots: Tensor, at: Tensor) -> Tensor:
     """Returns the bias ``-slope * distance``, ``[B, H, Sq, N]``, for slopes ``[H]`` or ``[B, H]``.
 
     Source: ALiBi (Press et al., 2022) in FlashAttention's symmetric form.
@@ -95,11 +65,9 @@ def _append(call: FlashCall, lengths: Tensor, pages: PageTable) -> Tensor:
         return call.q
     query, key = call.q, call.k
     positions = _range(lengths, call.new_tokens)
-    if call.rotary_cos is not None and call.rotary_sin is not None:
-        tables = call.rotary_cos, call.rotary_sin
+    if call.rotary_cos is not None:
         at = _range(lengths, query.shape[1], step=int(call.rotates_by_position))
-        query = apply_rotary(query, *tables, at, interleaved=call.rotary_interleaved)
-        key = apply_rotary(key, *tables, positions, interleaved=call.rotary_interleaved)
+        query, key = call.rotated(query, at), call.rotated(key, positions)
     page, slot = pages.locate(positions)
     write_rows(call.k_cache, page, slot, key)
     write_rows(call.v_cache, page, slot, call.v)
@@ -124,7 +92,8 @@ def _attend_natively(call: FlashCall, query: Tensor, pages: PageTable) -> tuple[
 
 
 def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> PartialAttention:
-    at = query_slots(pages.totals, query.shape[1])
+    at = _range(pages.totals - query.shape[1], query.shape[1])  # slots, [B, Sq]
+    left, right = call.window
     attend = select_attend(query, call.k_cache.shape[2], call.softcap)
     scale, softcap = call.scoring.scale, call.softcap
     slopes = call.scoring.slopes_for(query)
@@ -132,19 +101,19 @@ def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> P
 
     def part(start: int, end: int) -> PartialAttention:
         slots = torch.arange(start, end, device=query.device)
-        used = slots_in_use(slots, pages.totals, pages.leftpad)
-        seen = visible(slots, used, at, call.window)
+        used = slots < pages.totals.unsqueeze(1)  # [B, N]; others may hold NaN
+        if pages.leftpad is not None:
+            used = used & (slots >= pages.leftpad.unsqueeze(1))
+        seen = used.unsqueeze(1).expand(-1, at.shape[1], -1)  # [B, Sq, N]
+        if left >= 0:
+            seen = seen & (slots >= at.unsqueeze(2) - left)
+        if right >= 0:
+            seen = seen & (slots <= at.unsqueeze(2) + right)
         if seen.shape[1] == 1:  # hidden tokens may then be read as zeros
             used = seen.squeeze(1)
-        keys = KeySlice(
-            query,
-            pages.read(call.k_cache, start, end, used),
-            pages.read(call.v_cache, start, end, used),
-            seen,
-            None if slopes is None else alibi(slopes, slots, at),
-            scale,
-            softcap,
-        )
+        key, value = (pages.read(cache, start, end, used) for cache in (call.k_cache, call.v_cache))
+        bias = None if slopes is None else _alibi(slopes, slots, at)
+        keys = KeySlice(query, key, value, seen, bias, scale, softcap)
         return attend(keys if splits <= 1 else keys.widened())
 
     if splits <= 1:  # not in the loop, which would make a dynamic length static

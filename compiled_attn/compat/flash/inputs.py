@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.ops import AttentionTraits, KernelChoice, unit_strides
 
@@ -77,6 +78,13 @@ class FlashCall:
     def rotates_by_position(self) -> bool:
         """Whether query i is rotated as token ``L + i``; else all queries as token ``L``."""
         return max(self.window) >= 0
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotates heads ``[..., S, h, D]`` by their positions ``[..., S]``, if the call rotates."""
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return x
+        tables, interleaved = (self.rotary_cos, self.rotary_sin), self.rotary_interleaved
+        return apply_rotary(x, *tables, positions, interleaved=interleaved)
 
     def lengths(self) -> Tensor:
         """Number of tokens already in the cache, ``[B]``."""

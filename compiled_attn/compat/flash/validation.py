@@ -84,17 +84,14 @@ def _check_caches(call: FlashCall) -> None:
 def _check_new_tokens(call: FlashCall) -> None:
     if call.k is None or call.v is None:
         given = [name for name in ("k", "v") if getattr(call, name) is not None]
-        if given:
-            expect(False, "k and v, or neither", f"only {given}", "pass both to append")
+        expect(not given, "k and v, or neither", f"only {given}", "pass both to append")
         return
     shape = (call.q.shape[0], None, call.k_cache.shape[2], call.q.shape[3])
     _tensor(call, "k", "[B, Sn, Hk, D]", shape, (call.q.dtype,))
     _tensor(call, "v", "[B, Sn, Hk, D]", call.k.shape, (call.q.dtype,))
     expect(call.cache_seqlens is not None, "cache_seqlens with k", None, "pass row lengths")
-    sizes = call.q.shape[1], call.capacity
-    expect(
-        sizes[0] <= sizes[1], "Sq of at most the cache length with k", sizes, "pass fewer queries"
-    )
+    sizes = queries, room = call.q.shape[1], call.capacity
+    expect(queries <= room, "Sq of at most the cache length with k", sizes, "pass fewer queries")
     _expect_room(call, 0, 0)
     expect.not_expanded(call.k_cache, call.v_cache)
 
@@ -130,16 +127,10 @@ def _check_indices(call: FlashCall) -> None:
             expect.contiguous(**{name: vector})
     if table is not None:
         expect.unit_stride(block_table=table)
-    if call.cache_batch_idx is not None:
-        return
-    if table is None:
-        rows = call.k_cache.shape[0]
-        remedy = "pass cache_batch_idx"
-        expect(rows >= batch, "a row of k_cache for each of q", (rows, batch), remedy)
-    else:
-        rows = len(table)
-        remedy = "pass cache_batch_idx"
-        expect(rows == batch, "a row of block_table for each of q", (rows, batch), remedy)
+    if call.cache_batch_idx is None:
+        rows, remedy = _rows(call), "pass cache_batch_idx"
+        name, fits = ("k_cache", rows >= batch) if table is None else ("block_table", rows == batch)
+        expect(fits, f"a row of {name} for each of q", (rows, batch), remedy)
 
 
 def _check_options(call: FlashCall) -> None:

@@ -24,21 +24,8 @@ from compiled_attn.errors import PagedArgumentError
 from compiled_attn.step import AttentionMetadata
 
 __all__ = [
-    "LAYOUTS",
-    "PARTITION",
-    "AttentionMetadata",
-    "Layout",
-    "PagedArgumentError",
-    "PagedAttention",
-    "PagedInputs",
-    "convert_key",
-    "convert_value",
-    "empty_caches",
-    "key_shape",
-    "packing",
-    "paged_attention_reference",
-    "paged_attention_v1",
-    "paged_attention_v2",
-    "reshape_and_cache",
+    "LAYOUTS", "PARTITION", "AttentionMetadata", "Layout", "PagedArgumentError", "PagedAttention",
+    "PagedInputs", "convert_key", "convert_value", "empty_caches", "key_shape", "packing",
+    "paged_attention_reference", "paged_attention_v1", "paged_attention_v2", "reshape_and_cache",
     "value_shape",
-]
+]  # fmt: skip

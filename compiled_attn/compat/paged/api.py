@@ -254,10 +254,8 @@ def _write_partials(
     parts: PartialAttention, exp_sum: Tensor, max_logits: Tensor, tmp_out: Tensor
 ) -> None:
     count = min(parts.sum.shape[-1], exp_sum.shape[-1])
-    exp_sum[..., :count] = parts.sum[..., :count]
-    exp_sum[..., count:] = 0
-    max_logits[..., :count] = parts.max[..., :count]
-    max_logits[..., count:] = FMIN
     normalised = parts.out / parts.sum.clamp_min(FEPS).unsqueeze(-1)
-    tmp_out[..., :count, :] = normalised[..., :count, :]
-    tmp_out[..., count:, :] = 0
+    results = (exp_sum, parts.sum, 0.0), (max_logits, parts.max, FMIN), (tmp_out, normalised, 0.0)
+    for buffer, part, empty in results:
+        buffer[:, :, :count] = part[:, :, :count]
+        buffer[:, :, count:] = empty

@@ -26,15 +26,9 @@ _GATHERED_AT_ONCE = 1 << 21
 def attend_pages(
     call: DecodeCall, lengths: list[int] | None, partition: int | None = None
 ) -> PartialAttention:
-    """Attends to partitions of ``partition`` tokens (None: P = 1).
+    """Attends to partitions of ``partition`` tokens (None: P = 1), by a validated call.
 
-    Args:
-        call: validated by `check`.
-        lengths: result of `check`, the numbers in ``seq_lens``; None: unknown.
-        partition: tokens in a partition.
-
-    Returns:
-        out ``[S, H, P, D]`` (not normalised), max and sum ``[S, H, P]``, in ``call.dtype``.
+    Returns out ``[S, H, P, D]``, max and sum ``[S, H, P]``. ``lengths``: numbers in ``seq_lens``.
     """
     if lengths is not None:
         return _attend_known(call, lengths, partition)
@@ -61,12 +55,8 @@ def _attend_known(call: DecodeCall, lengths: list[int], partition: int | None) -
     for rows in _slices(lengths, _GATHERED_AT_ONCE // (call.num_kv_heads * call.query.shape[2])):
         longest = max(lengths[rows])
         if longest:
-            few = replace(
-                call,
-                query=call.query[rows],
-                block_tables=call.block_tables[rows],
-                seq_lens=call.seq_lens[rows],
-            )
+            names = "query", "block_tables", "seq_lens"
+            few = replace(call, **{name: getattr(call, name)[rows] for name in names})
             found = _attend(few, -(-longest // call.block_size), partition)
             for whole, part in zip(parts, found, strict=True):
                 whole[rows, :, : part.shape[2]] = part[:, :, :count]
@@ -134,21 +124,13 @@ def attend_natively(call: DecodeCall) -> Tensor:
     keys = convert_key(call.key_cache, call.layout, "NHD", block_size=size)
     values = convert_value(call.value_cache, call.layout, "NHD", block_size=size)
     keys, values = (stored(cache, call.kv_cache_dtype) for cache in (keys, values))
-    out, _ = attend_paged(
-        PagedCall(
-            query,
-            keys,
-            values,
-            call.block_tables,
-            # The op knows the width of the table, but not `max_seq_len`.
-            torch.where(call.seq_lens > call.capacity, -1, call.seq_lens),
-            torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device),
-            Scoring(float(call.scale), alibi_slopes=call.alibi_slopes),
-            key_scale=_scales(call, call.k_scale, keys),
-            value_scale=_scales(call, call.v_scale, values),
-        )
-    )
-    return out
+    # The op knows the width of the table, but not `max_seq_len`.
+    lengths = torch.where(call.seq_lens > call.capacity, -1, call.seq_lens)
+    starts = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
+    scoring = Scoring(float(call.scale), alibi_slopes=call.alibi_slopes)
+    step = call.block_tables, lengths, starts, scoring
+    scales = _scales(call, call.k_scale, keys), _scales(call, call.v_scale, values)
+    return attend_paged(PagedCall(query, keys, values, *step, True, *scales))[0]
 
 
 def _scales(call: DecodeCall, scale: Scale, cache: Tensor) -> Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +17,9 @@ from compiled_attn.compat.paged.layouts import Layout, expect
 from compiled_attn.ops import AttentionTraits, unit_strides
 
 __all__ = [
-    "QUANTISED",
-    "CacheWrite",
-    "DecodeCall",
-    "Scale",
-    "check_scale",
-    "element_type",
-    "encode",
-    "per_head",
+    "QUANTISED", "DecodeCall", "Scale", "check_scale", "element_type", "encode", "per_head",
     "stored",
-]
+]  # fmt: skip
 
 Scale = float | Tensor
 """A factor for all heads, or a tensor with one element or with one for each KV head."""
@@ -82,29 +74,10 @@ class DecodeCall:
         query, caches = self.query, (self.key_cache, self.value_cache)
         cache_dtype = element_type(self.kv_cache_dtype, query.dtype)
         return AttentionTraits(
-            query.device.type,
-            query.dtype,
-            (cache_dtype, cache_dtype),
-            query.shape[-1],
-            alibi=0 if self.alibi_slopes is None else 1,
-            unit_stride=unit_strides(*caches),
-            layout=self.layout,
-            partitions=partitions,
-        )
-
-
-class CacheWrite(NamedTuple):
-    """The arguments of `reshape_and_cache`."""
-
-    key: Tensor
-    value: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    slot_mapping: Tensor
-    kv_cache_dtype: str
-    k_scale: Scale
-    v_scale: Scale
-    layout: Layout
+            query.device.type, query.dtype, (cache_dtype, cache_dtype), query.shape[-1],
+            alibi=0 if self.alibi_slopes is None else 1, unit_stride=unit_strides(*caches),
+            layout=self.layout, partitions=partitions,
+        )  # fmt: skip
 
 
 def element_type(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:

@@ -14,18 +14,9 @@ from compiled_attn.arguments import Expect
 from compiled_attn.errors import PagedArgumentError
 
 __all__ = [
-    "LAYOUTS",
-    "Layout",
-    "axes",
-    "convert_key",
-    "convert_value",
-    "empty_caches",
-    "expect",
-    "key_shape",
-    "packing",
-    "take_blocks",
-    "value_shape",
-]
+    "LAYOUTS", "Layout", "axes", "convert_key", "convert_value", "empty_caches", "expect",
+    "key_shape", "packing", "take_blocks", "value_shape",
+]  # fmt: skip
 
 Layout = Literal["packed", "flat", "NHD", "HND"]
 """Name of a layout: NB blocks of BS tokens, Hk heads, D elements, ``x = 16 // element size``.
@@ -133,8 +124,7 @@ def convert_key(
         PagedArgumentError: the cache does not have the source layout, or cannot have the target
             layout.
     """
-    nhd = _to_nhd(cache, source, block_size, is_key=True)
-    return _from_nhd(nhd, target, is_key=True)
+    return _convert(cache, source, target, block_size, is_key=True)
 
 
 def convert_value(
@@ -145,8 +135,7 @@ def convert_value(
     A view, except to flat from HND and packed (whose tokens are not adjacent), unless the block
     size or the number of heads is 1. Arguments and errors as in `convert_key`.
     """
-    nhd = _to_nhd(cache, source, block_size, is_key=False)
-    return _from_nhd(nhd, target, is_key=False)
+    return _convert(cache, source, target, block_size, is_key=False)
 
 
 def take_blocks(
@@ -159,30 +148,25 @@ def take_blocks(
     return (convert_key if is_key else convert_value)(cache[blocks], layout, "NHD")
 
 
-def _to_nhd(cache: Tensor, layout: Layout, block_size: int | None, *, is_key: bool) -> Tensor:
-    _check_source(cache, layout, block_size, is_key=is_key)
-    if layout == "NHD":
-        return cache
-    if layout == "HND":
-        return cache.transpose(1, 2)
-    if layout == "flat":
-        by_block: Tensor = cache.unflatten(0, (-1, block_size or 1))
-        return by_block
+def _convert(
+    cache: Tensor, source: Layout, target: Layout, block_size: int | None, *, is_key: bool
+) -> Tensor:
+    _check_source(cache, source, block_size, is_key=is_key)
+    if source == "HND":
+        cache = cache.transpose(1, 2)
+    elif source == "flat":
+        cache = cache.unflatten(0, (-1, block_size or 1))
+    elif source == "packed":
+        cache = cache.permute(0, 3, 1, 2, 4).flatten(-2) if is_key else cache.permute(0, 3, 1, 2)
+    axes(target, is_key=is_key)
     if is_key:
-        return cache.permute(0, 3, 1, 2, 4).flatten(-2)
-    return cache.permute(0, 3, 1, 2)
-
-
-def _from_nhd(cache: Tensor, layout: Layout, *, is_key: bool) -> Tensor:
-    axes(layout, is_key=is_key)
-    if is_key:
-        blocks, block_size, heads, dim = cache.shape
-        key_shape(layout, blocks, block_size, heads, dim, cache.dtype)
-    if layout == "NHD":
+        blocks, size, heads, dim = cache.shape
+        key_shape(target, blocks, size, heads, dim, cache.dtype)
+    if target == "NHD":
         return cache
-    if layout == "HND":
+    if target == "HND":
         return cache.transpose(1, 2)
-    if layout == "flat":
+    if target == "flat":
         return cache.flatten(0, 1)
     if is_key:
         split: Tensor = cache.unflatten(-1, (-1, packing(cache.dtype)))

@@ -122,11 +122,8 @@ class PagedAttention(nn.Module):
         self.register_buffer("key_cache", key_cache, persistent=False)
         self.register_buffer("value_cache", value_cache, persistent=False)
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self.num_kv_heads = num_kv_heads
-        self.block_size = block_size
-        self.scale = scale
-        self.layout = layout
-        self.kv_cache_dtype = kv_cache_dtype
+        self.num_kv_heads, self.block_size, self.scale = num_kv_heads, block_size, scale
+        self.layout, self.kv_cache_dtype = layout, kv_cache_dtype
         self.partition = partition
         self.kernel = kernel
         for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -145,7 +142,11 @@ class PagedAttention(nn.Module):
         slot_mapping: Tensor | None = None,
     ) -> Tensor:
         """Writes the tokens of the step, if any, then attends; shapes in the class docstring."""
-        call = self._call(query, block_tables, seq_lens)
+        call = DecodeCall(
+            query, self.key_cache, self.value_cache, self.num_kv_heads, self.scale, block_tables,
+            seq_lens, self.block_size, block_tables.shape[-1] * self.block_size,
+            self.alibi_slopes, self.kv_cache_dtype, self.k_scale, self.v_scale, self.layout,
+        )  # fmt: skip
         written = {"key_cache": self.key_cache, "value_cache": self.value_cache}
         lengths = check(call, **(written if key is not None else {}))
         native = chooses_native(self.kernel, call.traits())
@@ -166,24 +167,6 @@ class PagedAttention(nn.Module):
             f"kv_heads={self.num_kv_heads}, block_size={self.block_size}, layout={self.layout}, "
             f"kv_cache_dtype={self.kv_cache_dtype}, partition={self.partition}, "
             f"key_cache={list(self.key_cache.shape)}"
-        )
-
-    def _call(self, query: Tensor, block_tables: Tensor, seq_lens: Tensor) -> DecodeCall:
-        return DecodeCall(
-            query=query,
-            key_cache=self.key_cache,
-            value_cache=self.value_cache,
-            num_kv_heads=self.num_kv_heads,
-            scale=self.scale,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            block_size=self.block_size,
-            max_seq_len=block_tables.shape[-1] * self.block_size,
-            alibi_slopes=self.alibi_slopes,
-            kv_cache_dtype=self.kv_cache_dtype,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-            layout=self.layout,
         )
 
     def _write(self, query: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

@@ -15,17 +15,8 @@ __all__ = ["scores", "weighted"]
 
 
 def scores(query: Tensor, cache: Tensor, blocks: Tensor, block_size: int, layout: Layout) -> Tensor:
-    """Returns dot products of each query with the keys of its blocks.
-
-    Args:
-        query: ``[S, Hk, G, D]`` in the dtype to compute in.
-        cache: key cache.
-        blocks: ``[S, P, Wp]`` ids in range.
-        block_size: slots in a block.
-        layout: layout of the cache.
-
-    Returns:
-        ``[S, P, Hk, G, Wp * block_size]``.
+    """Returns dot products of queries ``[S, Hk, G, D]`` with the keys of blocks ``[S, P, Wp]``:
+    ``[S, P, Hk, G, Wp * block_size]``, in the query's dtype.
     """
     if not torch.compiler.is_compiling():
         keys = _dense(cache, blocks, block_size, layout, query.dtype, is_key=True)
@@ -34,9 +25,8 @@ def scores(query: Tensor, cache: Tensor, blocks: Tensor, block_size: int, layout
     if layout == "packed":
         dots = _packed_scores(query, gathered)
     else:
-        keys = (
-            _heads_first(gathered, layout).unsqueeze(4).to(query.dtype)
-        )  # [S, P, Wp, Hk, 1, BS, D]
+        # [S, P, Wp, Hk, 1, BS, D]
+        keys = _heads_first(gathered, layout).unsqueeze(4).to(query.dtype)
         dots = (query[:, None, None, :, :, None] * keys).sum(-1)
     return dots.permute(0, 1, 3, 4, 2, 5).flatten(-2)  # from [S, P, Wp, Hk, G, BS]
 
@@ -44,18 +34,9 @@ def scores(query: Tensor, cache: Tensor, blocks: Tensor, block_size: int, layout
 def weighted(
     weights: Tensor, cache: Tensor, blocks: Tensor, visible: Tensor, block_size: int, layout: Layout
 ) -> Tensor:
-    """Returns weighted sums of values.
+    """Returns sums of values ``[S, P, Hk, G, D]`` by weights ``[S, P, Hk, G, Wp * block_size]``.
 
-    Args:
-        weights: ``[S, P, Hk, G, Wp * block_size]``.
-        cache: value cache.
-        blocks: ``[S, P, Wp]`` ids in range.
-        visible: ``[S, P, Wp * block_size]`` bool; values elsewhere may be NaN, and 0 * NaN is NaN.
-        block_size: slots in a block.
-        layout: layout of the cache.
-
-    Returns:
-        ``[S, P, Hk, G, D]``.
+    Values that are not ``visible [S, P, Wp * block_size]`` may be NaN, and 0 * NaN is NaN.
     """
     if not torch.compiler.is_compiling():
         values = _dense(cache, blocks, block_size, layout, weights.dtype, is_key=False)
@@ -70,9 +51,8 @@ def weighted(
         return (weights.unsqueeze(-2) * values).sum((-3, -1))
     values = _heads_first(gathered, layout)
     values = torch.where(visible[:, :, :, None, :, None], values.to(weights.dtype), 0)
-    products = weights.unsqueeze(-1) * values.transpose(2, 3).unsqueeze(
-        3
-    )  # [S, P, Hk, G, Wp, BS, D]
+    values = values.transpose(2, 3).unsqueeze(3)
+    products = weights.unsqueeze(-1) * values  # [S, P, Hk, G, Wp, BS, D]
     if layout != "HND" and _is_small(weights.shape[3], block_size, cache):
         return products.sum(-2).sum(-2)  # block by block: over twice as fast in float32
     return products.sum((-3, -2))
@@ -105,16 +85,10 @@ def _is_small(floats: int, elements: int, cache: Tensor) -> bool:
 
 
 def _dense(
-    cache: Tensor,
-    blocks: Tensor,
-    block_size: int,
-    layout: Layout,
-    dtype: torch.dtype,
-    *,
-    is_key: bool,
+    cache: Tensor, blocks: Tensor, size: int, layout: Layout, dtype: torch.dtype, *, is_key: bool
 ) -> Tensor:
     """Copies the tokens of blocks by head, ``[S, P, Hk, N, D]``."""
-    nhd = take_blocks(cache, blocks.flatten(), layout, block_size, is_key=is_key)
+    nhd = take_blocks(cache, blocks.flatten(), layout, size, is_key=is_key)
     tokens: Tensor = nhd.unflatten(0, blocks.shape).flatten(2, 3).transpose(2, 3)
     return tokens.to(dtype, memory_format=torch.contiguous_format)
 

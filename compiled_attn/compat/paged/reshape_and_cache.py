@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.arguments import FLOATS, INTS, can_read, slot_used_twice
-from compiled_attn.compat.paged.inputs import CacheWrite, Scale, encode
+from compiled_attn.compat.paged.inputs import Scale, encode
 from compiled_attn.compat.paged.layouts import Layout, axes, expect, packing
 from compiled_attn.compat.paged.validation import check_caches
 from compiled_attn.ops.rows import cells, write_rows
@@ -54,14 +54,24 @@ def reshape_and_cache(
 
     Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
     """
-    call = CacheWrite(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, layout
-    )
-    num_blocks, block_size = _check(call)
+    expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
+    expect.tensor("value", value, "like key", key.shape, (key.dtype,), key)
+    expect.tensor("slot_mapping", slot_mapping, "(T,)", (None,), INTS, key)
+    sizes = tokens, given = slot_mapping.shape[0], key.shape[0]
+    expect(tokens <= given, "a slot_mapping no longer than key", sizes, "cut it")
+    rank = axes(layout, is_key=False)
+    expect.tensor("value_cache", value_cache, f"in layout {layout}", (None,) * rank)
+    num_blocks = value_cache.shape[0]
+    block_size = 1 if layout == "flat" else value_cache.shape[_SLOT_AXIS[layout]]
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    shape, scales = (num_blocks, block_size, *key.shape[1:]), (k_scale, v_scale)
+    check_caches(caches, shape, kv_cache_dtype, scales, layout, key)
+    expect.not_expanded(*caches.values())
+    # Keys are written before values are read.
+    expect.apart(caches, {"key": key, "value": value, "slot_mapping": slot_mapping})
     num_slots = num_blocks * block_size
     if can_read(key):
         _check_slots(slot_mapping, num_slots)
-    tokens = slot_mapping.shape[0]
     if tokens == 0 or num_slots == 0:
         return
     valid = (slot_mapping >= 0) & (slot_mapping < num_slots)
@@ -76,26 +86,6 @@ def reshape_and_cache(
         block, slot, axis = at
         written = torch.where(valid.any(), rows, cache[cells(*at)])
         write_rows(cache, block, slot, written, axis)
-
-
-def _check(call: CacheWrite) -> tuple[int, int]:
-    """Returns the number of blocks and their size."""
-    key, slots, layout, values = call.key, call.slot_mapping, call.layout, call.value_cache
-    expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
-    expect.tensor("value", call.value, "like key", key.shape, (key.dtype,), key)
-    expect.tensor("slot_mapping", slots, "(T,)", (None,), INTS, key)
-    tokens, heads, dim = key.shape
-    sizes = slots.shape[0], tokens
-    expect(sizes[0] <= tokens, "a slot_mapping no longer than key", sizes, "cut it")
-    rank = axes(layout, is_key=False)
-    expect.tensor("value_cache", values, f"in layout {layout}", (None,) * rank)
-    block_size = 1 if layout == "flat" else values.shape[_SLOT_AXIS[layout]]
-    check_caches(call, (values.shape[0], block_size, heads, dim), key)
-    expect.not_expanded(call.key_cache, values)
-    caches = {"key_cache": call.key_cache, "value_cache": values}
-    # Keys are written before values are read.
-    expect.apart(caches, {"key": key, "value": call.value, "slot_mapping": slots})
-    return values.shape[0], block_size
 
 
 def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from compiled_attn.arguments import FLOATS, INTS, can_read
 from compiled_attn.compat.paged.block_tables import lost_rows, unknown_blocks
-from compiled_attn.compat.paged.inputs import CacheWrite, DecodeCall, check_scale, element_type
-from compiled_attn.compat.paged.layouts import axes, expect, key_shape, value_shape
+from compiled_attn.compat.paged.inputs import DecodeCall, Scale, check_scale, element_type
+from compiled_attn.compat.paged.layouts import Layout, axes, expect, key_shape, value_shape
 
 __all__ = ["check", "check_caches"]
 
@@ -37,8 +39,9 @@ def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
     expect.heads(heads, kv_heads, "num_kv_heads")
     rank = axes(call.layout, is_key=True)
     expect.tensor("key_cache", call.key_cache, f"in layout {call.layout}", (None,) * rank)
-    sizes = (call.num_blocks, call.block_size, kv_heads, dim)
-    check_caches(call, sizes, query)
+    caches = {"key_cache": call.key_cache, "value_cache": call.value_cache}
+    sizes, scales = (call.num_blocks, call.block_size, kv_heads, dim), (call.k_scale, call.v_scale)
+    check_caches(caches, sizes, call.kv_cache_dtype, scales, call.layout, query)
     tables = call.block_tables
     expect.tensor("block_tables", tables, "(num_seqs, W)", (seqs, None), INTS, query)
     expect.tensor("seq_lens", call.seq_lens, "(num_seqs,)", (seqs,), INTS, query)
@@ -50,18 +53,24 @@ def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
 
 
 def check_caches(
-    call: DecodeCall | CacheWrite, sizes: tuple[int, int, int, int], like: Tensor
+    caches: Mapping[str, Tensor],
+    sizes: tuple[int, ...],
+    kv_cache_dtype: str,
+    scales: tuple[Scale, Scale],
+    layout: Layout,
+    like: Tensor,
 ) -> None:
     """Checks layout, sizes (NB, BS, Hk, D), dtype and scales of both caches."""
-    dtype, layout = element_type(call.kv_cache_dtype, like.dtype), call.layout
-    dtypes = (dtype, torch.uint8) if call.kv_cache_dtype.startswith("fp8") else (dtype,)
-    legend = f"in layout {layout}"
-    key, value = key_shape(layout, *sizes, dtype), value_shape(layout, *sizes)
-    expect.tensor("key_cache", call.key_cache, legend, key, dtypes, like)
-    expect.tensor("value_cache", call.value_cache, legend, value, dtypes, like)
-    if call.kv_cache_dtype != "auto":
-        check_scale("k_scale", call.k_scale, sizes[2], like.device)
-        check_scale("v_scale", call.v_scale, sizes[2], like.device)
+    blocks, size, heads, dim = sizes
+    dtype = element_type(kv_cache_dtype, like.dtype)
+    dtypes = (dtype, torch.uint8) if kv_cache_dtype.startswith("fp8") else (dtype,)
+    key = key_shape(layout, blocks, size, heads, dim, dtype)
+    shapes = key, value_shape(layout, blocks, size, heads, dim)
+    for (name, cache), shape in zip(caches.items(), shapes, strict=True):
+        expect.tensor(name, cache, f"in layout {layout}", shape, dtypes, like)
+    if kv_cache_dtype != "auto":
+        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+            check_scale(name, scale, heads, like.device)
 
 
 def _expect_int(name: str, value: object, least: int) -> None:

@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,25 +18,16 @@ import torch
 
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops.cpu.isa import flags_of
-from compiled_attn.ops.cpu.libraries import build_lock, is_intact, put
+from compiled_attn.ops.cpu.libraries import cache_library, default_folder, own_folder
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreError
-from graphs.files import digest_of, remove
-from graphs.store.cache_folder import cache_folder
+from graphs.files import digest_of
 from graphs.store.lock import why_no_locks
-from graphs.store.safety import refuse_unsafe
 from graphs.torch_internals.compiling import cpp_compiler
 
 __all__ = [
-    "KERNELS",
-    "UNITS",
-    "Build",
-    "Plan",
-    "build",
-    "default_folder",
-    "digests_of",
-    "find_compiler",
-]
+    "KERNELS", "UNITS", "Build", "Plan", "build", "default_folder", "digests_of", "find_compiler",
+]  # fmt: skip
 
 KERNELS = (
     "attention/paged_attention.cpp",
@@ -48,15 +38,12 @@ KERNELS = (
 UNITS = (*KERNELS, "op.cpp", "replay.cpp", "linear/aten_matmul.cpp")
 """All translation units of a library."""
 _COMMON = (
-    "-std=c++20",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
+    "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
     "-fno-trapping-math",
-)
+)  # fmt: skip
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-DCOMPILED_ATTN_DEBUG")
 _LOCK_SECONDS = 600.0
+_PIPE = subprocess.PIPE
 # CPU seconds of g++ 12 for AVX-512; AVX2 takes half.
 _ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 80, 40
 
@@ -91,15 +78,6 @@ class Build:
             return f"{self.isa}, prebuilt"
         built = f"built in {self.seconds:.1f} s" if self.seconds else "cached"
         return f"{self.isa}, {built}"
-
-
-def default_folder() -> Path:
-    """The default cache of libraries.
-
-    Raises:
-        StoreError: the user has no home directory.
-    """
-    return cache_folder("compiled-attn-kernels")
 
 
 def find_compiler() -> str:
@@ -151,17 +129,13 @@ def build(
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
     compiler = compiler or find_compiler()
     plan = Plan(compiler, sources, isa, namespace, tuple(sanitize), plain_tiles)
-    home = folder
     try:
-        home = home or default_folder()
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_unsafe(home.resolve())
-        return _cached(home.resolve(), plan)
+        return _cached(own_folder(folder), plan)
     except NativeUnavailable:
         raise
     except (StoreError, OSError) as error:
         raise NativeUnavailable(
-            f"expected a folder of your own to keep the kernel in, got {home or 'none'}: {error}"
+            f"expected a folder of your own to cache the kernel in, got {folder or 'none'}: {error}"
         ) from error
 
 
@@ -231,41 +205,30 @@ class Plan:
 
 
 def _cached(folder: Path, plan: Plan) -> Build:
-    name = plan.name()
-    library = folder / f"{name}.so"
-    if is_intact(library):
-        return Build(library, plan.isa, 0.0)
-    with build_lock(library, _LOCK_SECONDS, lambda: _print_wait(plan)):
-        if is_intact(library):  # another process built it while this one waited
-            return Build(library, plan.isa, 0.0)
+    started = 0.0
+    library = folder / f"{plan.name()}.so"
+
+    def make(work: Path) -> Path:
+        nonlocal started
         started = time.perf_counter()
-        for rest in folder.glob(f".{name}.*"):  # left by interrupted builds
-            remove(rest)
-        _print_build(plan)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))
-        try:
-            put(plan.compile(work), library)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        return Build(library, plan.isa, round(time.perf_counter() - started, 3))
+        seconds = max(_LONGEST_UNIT_SECONDS, _ALL_UNITS_SECONDS // (os.cpu_count() or 1))
+        _print(
+            f"building the native kernel for {plan.isa} with {plan.compiler}, about {seconds} s, "
+            "once on this machine"
+        )
+        return plan.compile(work)
+
+    def when_waiting() -> None:
+        _print(f"another process builds the native kernel for {plan.isa}: waiting for it")
+
+    is_new = cache_library(library, make, _LOCK_SECONDS, when_waiting)
+    return Build(library, plan.isa, round(time.perf_counter() - started, 3) if is_new else 0.0)
 
 
 def digests_of(sources: Path) -> dict[str, str]:
     """Returns the SHA-256 of each C++ source in a folder, by its relative path."""
     files = sorted(path for path in sources.rglob("*") if path.suffix in (".h", ".cpp"))
     return {path.relative_to(sources).as_posix(): digest_of(path) for path in files}
-
-
-def _print_build(plan: Plan) -> None:
-    seconds = max(_LONGEST_UNIT_SECONDS, _ALL_UNITS_SECONDS // (os.cpu_count() or 1))
-    _print(
-        f"building the native kernel for {plan.isa} with {plan.compiler}, about {seconds} s, "
-        "once on this machine"
-    )
-
-
-def _print_wait(plan: Plan) -> None:
-    _print(f"another process builds the native kernel for {plan.isa}: waiting for it")
 
 
 def _print(text: str) -> None:
@@ -281,11 +244,8 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
     processes: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
-            processes.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                )
-            )
+            process = subprocess.Popen(command, stdout=_PIPE, stderr=subprocess.STDOUT, text=True)
+            processes.append(process)
         outputs = [process.communicate()[0] for process in processes]
     except OSError as error:
         raise NativeUnavailable(

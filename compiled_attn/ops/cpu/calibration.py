@@ -46,12 +46,7 @@ def load_or_calibrate(library: Path, isa: str, ops: Any) -> TuningResult:
     """Applies the tuning saved next to a library; measures and saves it on first use.
 
     Processes wait for the one that measures, so that all compute the same bits. Uses the best guess
-    where nothing can be saved.
-
-    Args:
-        library: loaded.
-        isa: its instruction set.
-        ops: its ops, below ``torch.ops``.
+    where nothing can be saved. ``ops``: those of the loaded library, below ``torch.ops``.
     """
     result = kernel_tuning.read(library, isa)
     if result is None:

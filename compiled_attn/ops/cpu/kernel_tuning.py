@@ -17,16 +17,9 @@ from compiled_attn.ops.cpu.libraries import kernel_tuning_file
 from graphs.files import write_whole
 
 __all__ = [
-    "CACHES",
-    "PREFETCH_KIB",
-    "KernelTuning",
-    "TuningResult",
-    "apply",
-    "bf16_weight_dot_kinds",
-    "dot_kinds",
-    "read",
-    "write",
-]
+    "CACHES", "PREFETCH_KIB", "KernelTuning", "TuningResult", "apply", "bf16_weight_dot_kinds",
+    "dot_kinds", "read", "write",
+]  # fmt: skip
 
 CACHES = ("L2", "L1")
 """Where keys, values and weights can be prefetched to."""
@@ -120,15 +113,11 @@ class _KernelTuning(ctypes.Structure):
     """`KernelTuning` of csrc/abi.h."""
 
     _fields_ = (
-        ("decode", ctypes.c_int32),
-        ("prefill", ctypes.c_int32),
-        ("linear", ctypes.c_int32),
-        ("prefetch_l1", ctypes.c_int32),
-        ("prefetch_bytes", ctypes.c_int64),
-        ("linear_prefetch_l1", ctypes.c_int32),
-        ("linear_prefetch_l1_once", ctypes.c_int32),
+        ("decode", ctypes.c_int32), ("prefill", ctypes.c_int32), ("linear", ctypes.c_int32),
+        ("prefetch_l1", ctypes.c_int32), ("prefetch_bytes", ctypes.c_int64),
+        ("linear_prefetch_l1", ctypes.c_int32), ("linear_prefetch_l1_once", ctypes.c_int32),
         ("linear_bf16_weights", ctypes.c_int32),
-    )
+    )  # fmt: skip
 
 
 def apply(library: Path, tuning: KernelTuning) -> None:

@@ -9,7 +9,6 @@ import logging
 import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any
 
 import torch
 
-from compiled_attn.ops.cpu.build import Build, default_folder, digests_of
-from compiled_attn.ops.cpu.libraries import build_lock, is_intact, put
+from compiled_attn.ops.cpu.build import Build, digests_of
+from compiled_attn.ops.cpu.libraries import cache_library, own_folder
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreError
 from graphs.files import digest_of, read_json
-from graphs.store.safety import refuse_unsafe
 
 __all__ = ["MANIFEST", "PACKED", "Manifest", "prebuilt"]
 
@@ -86,7 +84,7 @@ def prebuilt(isa: str, folder: Path | None = None, packed: Path | None = None) -
 
     Args:
         isa: one of `isa.ISAS`.
-        folder: cache of libraries; None: `build.default_folder`.
+        folder: cache of libraries; None: `libraries.default_folder`.
         packed: folder of the wheel's libraries; None: `PACKED`.
     """
     packed = packed or PACKED
@@ -94,10 +92,7 @@ def prebuilt(isa: str, folder: Path | None = None, packed: Path | None = None) -
     if not library.is_file() or not _fits(packed):
         return None
     try:
-        home = folder or default_folder()
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_unsafe(home.resolve())
-        cached = _cached(library, isa, home.resolve())
+        cached = _cached(library, isa, own_folder(folder))
     except (StoreError, OSError) as error:
         _log.info("loading the prebuilt kernel from %s: it cannot be cached: %s", packed, error)
         cached = library
@@ -120,15 +115,9 @@ def _cached(library: Path, isa: str, folder: Path) -> Path:
     factors = [digest_of(library), torch.__version__, platform.machine(), *platform.libc_ver()]
     key = hashlib.sha256(json.dumps(factors).encode()).hexdigest()
     cached = folder / f"{isa}-{key[:32]}.so"
-    if is_intact(cached):
-        return cached
-    with build_lock(cached, _LOCK_SECONDS):
-        if not is_intact(cached):
-            work = Path(tempfile.mkdtemp(prefix=f".{cached.stem}.", dir=folder))
-            try:
-                put(Path(shutil.copyfile(library, work / "library.so")), cached)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+    cache_library(
+        cached, lambda work: Path(shutil.copyfile(library, work / "library.so")), _LOCK_SECONDS
+    )
     return cached
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.ops.cpu.aten_matmul import AtenMatmul
+from compiled_attn.ops.cpu.aten_matmul import matmul_call
 from compiled_attn.ops.schema import schemas
 from graphs.torch_internals.replay.calls import Call
 
@@ -40,7 +40,6 @@ class NativeReplayer:
         self._record_calls = native.compiled_attn_record_calls
         self._recorded_call = native.compiled_attn_recorded_call
         self._recorded_call.restype = ctypes.c_int64
-        self._matmul = AtenMatmul(native)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], Call | None]]:
@@ -55,7 +54,7 @@ class NativeReplayer:
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
     ) -> Call | None:
         """Returns a call that does what a matrix product of torch did; None for other ops."""
-        return self._matmul.call_of(op, args, kwargs, made)
+        return matmul_call(self._library, op, args, kwargs, made)
 
     def replay(self, words: NDArray[np.int64]) -> None:
         """Makes calls, see `replay.calls.Replayer.replay`; releases the GIL.

@@ -14,14 +14,9 @@ from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.triton.tiles import Plan, Problem, key_blocks
 
 __all__ = [
-    "CODES",
-    "MAX_AMD_WARPS",
-    "Launch",
-    "attend_launch",
-    "merge_launch",
-    "problem_of",
+    "CODES", "MAX_AMD_WARPS", "Launch", "attend_launch", "merge_launch", "problem_of",
     "write_launch",
-]
+]  # fmt: skip
 
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """Names of the dtypes of quantised caches in kernels."""
@@ -47,17 +42,9 @@ def problem_of(call: PagedCall) -> Problem:
     _, page, kv_heads, value_dim = call.value_cache.shape
     requests, width = call.block_table.shape
     return Problem(
-        tokens,
-        requests,
-        kv_heads,
-        heads // kv_heads,
-        key_dim,
-        value_dim,
-        width * page,
-        page,
-        _name(call.query.dtype),
-        CODES.get(call.key_cache.dtype, "none"),
-    )
+        tokens, requests, kv_heads, heads // kv_heads, key_dim, value_dim, width * page, page,
+        _name(call.query.dtype), CODES.get(call.key_cache.dtype, "none"),
+    )  # fmt: skip
 
 
 def attend_launch(
@@ -68,13 +55,9 @@ def attend_launch(
     widen: bool,
     has_fp8: bool,
 ) -> Launch:
-    """Returns the launch of `attend.attend_kernel`.
+    """Returns the launch of `attend.attend_kernel`; results: out and lse, or those of splits.
 
-    Args:
-        call, plan: what to compute, and how.
-        results: out and lse; or sums, maxima and totals of splits.
-        widen: multiply bfloat16 in float32 (interpreter).
-        has_fp8: whether the device converts e4m3.
+    ``widen``: multiply bfloat16 in float32 (interpreter); ``has_fp8``: the device converts e4m3.
     """
     out, lse, totals = results
     problem, tile, splits = problem_of(call), plan.tile, plan.splits
@@ -84,45 +67,22 @@ def attend_launch(
     key_block, rest_block = key_blocks(problem.key_dim)
     is_raised = softcap is not None or slopes is not None
     arguments = {
-        "query": call.query,
-        **_caches(call),
-        "block_table": call.block_table,
-        "seq_lens": call.seq_lens,
-        "starts": call.query_start_loc,
-        "slopes": slopes,
-        "sinks": scoring.sinks,
-        "out": out,
-        "lse": lse,
-        "totals": totals,
+        "query": call.query, **_caches(call), "block_table": call.block_table,
+        "seq_lens": call.seq_lens, "starts": call.query_start_loc,
+        "slopes": slopes, "sinks": scoring.sinks, "out": out, "lse": lse, "totals": totals,
         "factor": float(scoring.scale) * (1.0 if is_raised else math.log2(math.e)),
-        "cap": float(softcap or 0.0),
-        "lowest": -math.inf,
-        "window": min(window or 0, _MAX_WINDOW),
-        "tokens": problem.tokens,
-        "requests": problem.requests,
-        "width": call.block_table.shape[1],
-        **_strides("q", call.query, ("token", "head")),
-        "table_row": call.block_table.stride(0),
-        "HEADS": call.query.shape[1],
-        "GROUP": problem.group,
-        "TILE_HEADS": tile_heads,
-        "KEY_DIM": problem.key_dim,
-        "KEY_BLOCK": key_block,
-        "REST_BLOCK": rest_block,
-        "VALUE_DIM": problem.value_dim,
-        "VALUE_BLOCK": _block(problem.value_dim),
-        "CAUSAL": call.causal,
-        "WINDOWED": window is not None,
-        "CAPPED": softcap is not None,
-        "ALIBI": slopes is not None,
-        "SINKS": scoring.sinks is not None,
+        "cap": float(softcap or 0.0), "lowest": -math.inf, "window": min(window or 0, _MAX_WINDOW),
+        "tokens": problem.tokens, "requests": problem.requests, "width": call.block_table.shape[1],
+        **_strides("q", call.query, ("token", "head")), "table_row": call.block_table.stride(0),
+        "HEADS": call.query.shape[1], "GROUP": problem.group, "TILE_HEADS": tile_heads,
+        "KEY_DIM": problem.key_dim, "KEY_BLOCK": key_block, "REST_BLOCK": rest_block,
+        "VALUE_DIM": problem.value_dim, "VALUE_BLOCK": _block(problem.value_dim),
+        "CAUSAL": call.causal, "WINDOWED": window is not None, "CAPPED": softcap is not None,
+        "ALIBI": slopes is not None, "SINKS": scoring.sinks is not None,
         "FACTOR_LAST": scoring.scale > _MIN_SCALE and not is_raised and call.key_scale is None,
-        "IS_SPLIT": splits > 1,
-        "ROWS": tile.rows,
-        "KEYS": tile.keys,
-        "WIDEN": widen,
-        "HAS_FP8": has_fp8,
-    }
+        "IS_SPLIT": splits > 1, "ROWS": tile.rows, "KEYS": tile.keys,
+        "WIDEN": widen, "HAS_FP8": has_fp8,
+    }  # fmt: skip
     tiles = problem.tokens // (tile.rows // tile_heads) + max(problem.requests, 1)
     grid = tiles, problem.kv_heads * -(-problem.group // tile_heads), splits
     warps = min(tile.warps, MAX_AMD_WARPS) if torch.version.hip else tile.warps
@@ -136,18 +96,11 @@ def merge_launch(
     tokens, heads, value_dim = out.shape
     arguments = {
         **dict(zip(("part_sums", "part_top", "part_total"), parts, strict=True)),
-        "starts": call.query_start_loc,
-        "sinks": call.scoring.sinks,
-        "out": out,
-        "lse": lse,
-        "tokens": tokens,
-        "requests": call.block_table.shape[0],
-        "splits": len(parts[0]),
-        "HEADS": heads,
-        "VALUE_DIM": value_dim,
-        "VALUE_BLOCK": _block(value_dim),
+        "starts": call.query_start_loc, "sinks": call.scoring.sinks, "out": out, "lse": lse,
+        "tokens": tokens, "requests": call.block_table.shape[0], "splits": len(parts[0]),
+        "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_BLOCK": _block(value_dim),
         "SINKS": call.scoring.sinks is not None,
-    }
+    }  # fmt: skip
     return Launch((tokens, heads), arguments, {"num_warps": 4 if value_dim > 128 else 1})
 
 
@@ -157,20 +110,14 @@ def write_launch(call: PagedCall, new: NewTokens) -> Launch:
     blocks = {"KEY": _block(problem.key_dim), "VALUE": _block(problem.value_dim)}
     tile_heads = max(1, min(_block(problem.kv_heads, 1), _WRITE_TILE // max(blocks.values())))
     arguments = {
-        "key": new.key,
-        "value": new.value,
-        **_caches(call),
-        "slots": new.slot_mapping,
+        "key": new.key, "value": new.value, **_caches(call), "slots": new.slot_mapping,
         **_strides("key", new.key, ("token", "head")),
         **_strides("value", new.value, ("token", "head")),
-        "KV_HEADS": problem.kv_heads,
-        "TILE_HEADS": tile_heads,
-        "KEY_DIM": problem.key_dim,
-        "KEY_BLOCK": blocks["KEY"],
-        "VALUE_DIM": problem.value_dim,
-        "VALUE_BLOCK": blocks["VALUE"],
+        "KV_HEADS": problem.kv_heads, "TILE_HEADS": tile_heads,
+        "KEY_DIM": problem.key_dim, "KEY_BLOCK": blocks["KEY"],
+        "VALUE_DIM": problem.value_dim, "VALUE_BLOCK": blocks["VALUE"],
         "LARGEST": 1.0 if call.key_scale is None else largest(call.key_cache.dtype),
-    }
+    }  # fmt: skip
     grid = problem.tokens, -(-problem.kv_heads // tile_heads)
     return Launch(grid, arguments, {"num_warps": 4})
 
@@ -179,18 +126,13 @@ def _caches(call: PagedCall) -> dict[str, Any]:
     """Arguments that describe the caches; fp8 as bytes."""
     axes = "block", "slot", "head"
     return {
-        "key_cache": _bytes(call.key_cache),
-        "value_cache": _bytes(call.value_cache),
-        "key_scale": call.key_scale,
-        "value_scale": call.value_scale,
-        "blocks": call.key_cache.shape[0],
-        **_strides("k", call.key_cache, axes),
-        **_strides("v", call.value_cache, axes),
-        **_strides("ks", call.key_scale, axes),
-        **_strides("vs", call.value_scale, axes),
-        "PAGE": call.key_cache.shape[1],
+        "key_cache": _bytes(call.key_cache), "value_cache": _bytes(call.value_cache),
+        "key_scale": call.key_scale, "value_scale": call.value_scale,
+        "blocks": call.key_cache.shape[0], **_strides("k", call.key_cache, axes),
+        **_strides("v", call.value_cache, axes), **_strides("ks", call.key_scale, axes),
+        **_strides("vs", call.value_scale, axes), "PAGE": call.key_cache.shape[1],
         "CODES": CODES.get(call.key_cache.dtype, "none"),
-    }
+    }  # fmt: skip
 
 
 def _strides(prefix: str, tensor: Tensor | None, axes: tuple[str, ...]) -> dict[str, int]:

@@ -44,63 +44,27 @@ def _dot(left, right, WIDEN: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "requests", "width", "blocks", "window"])
 def attend_kernel(
     query,  # [T, HEADS, KEY_DIM]
-    key_cache,  # [blocks, PAGE, Hk, KEY_DIM]
-    value_cache,  # [blocks, PAGE, Hk, VALUE_DIM]
-    key_scale,  # [blocks, PAGE, Hk] float32 or None
-    value_scale,
-    block_table,  # [R, width]
-    seq_lens,  # [R]
-    starts,  # [R + 1]
-    slopes,  # [HEADS] float32 or None
-    sinks,  # [HEADS] float32 or None
+    key_cache, value_cache,  # [blocks, PAGE, Hk, KEY_DIM or VALUE_DIM]
+    key_scale, value_scale,  # [blocks, PAGE, Hk] float32 or None
+    block_table, seq_lens, starts,  # [R, width], [R], [R + 1]
+    slopes, sinks,  # [HEADS] float32 or None
     out,  # [T, HEADS, VALUE_DIM]; with splits: float32 [splits, ...]
     lse,  # [T, HEADS] float32; with splits: maxima [splits, ...]
     totals,  # with splits: [splits, T, HEADS]; else None
     factor,  # of scores; includes log2(e) unless there is softcap or ALiBi
     cap,
     lowest,  # -inf, unknown to the compiler
-    window,
-    tokens,
-    requests,
-    width,
-    blocks,
-    q_token,
-    q_head,
-    k_block,
-    k_slot,
-    k_head,
-    v_block,
-    v_slot,
-    v_head,
-    ks_block,
-    ks_slot,
-    ks_head,
-    vs_block,
-    vs_slot,
-    vs_head,
-    table_row,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    CODES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    FACTOR_LAST: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-):
+    window, tokens, requests, width, blocks,
+    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,  # strides
+    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head, table_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, CODES: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr,
+    SINKS: tl.constexpr, FACTOR_LAST: tl.constexpr, IS_SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr, HAS_FP8: tl.constexpr,
+):  # fmt: skip
     """Computes ``ROWS // TILE_HEADS`` tokens, ``TILE_HEADS`` heads of a KV head.
 
     Grid: ``(T // QUERIES + R, Hk * cdiv(GROUP, TILE_HEADS), splits)``. FlashAttention-2

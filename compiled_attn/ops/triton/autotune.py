@@ -19,7 +19,7 @@ from compiled_attn.ops import varlen
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend, compile_plan
-from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, VarlenCalls, chip_of
+from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
 
 __all__ = ["call_of", "measuring", "tune"]
@@ -40,7 +40,7 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
     For warmups, which run each bucket before capturing it. `Plans.export` and `Plans.adopt` carry
     the results to later processes.
     """
-    plans.measure, plans.varlen = tune, VarlenCalls()
+    plans.measure, plans.varlen = tune, {}
     try:
         yield plans
     finally:
@@ -72,18 +72,13 @@ def call_of(problem: Problem, device: torch.device) -> PagedCall:
     scale = torch.full(cells, 0.01, device=device) if problem.codes != "none" else None
     table = torch.randint(1, blocks, (requests, width), device=device, dtype=torch.int32)
     starts = torch.arange(requests + 1, device=device) * problem.tokens // requests
+    lengths = torch.full((requests,), (problem.keys + 1) // 2, device=device, dtype=torch.int32)
     return PagedCall(
         torch.randn(problem.tokens, heads, problem.key_dim, device=device).to(dtype),
         _random((*cells, problem.key_dim), stored, device),
         _random((*cells, problem.value_dim), stored, device),
-        table,
-        torch.full((requests,), (problem.keys + 1) // 2, device=device, dtype=torch.int32),
-        starts.int(),
-        Scoring(problem.key_dim**-0.5),
-        True,
-        scale,
-        scale,
-    )
+        table, lengths, starts.int(), Scoring(problem.key_dim**-0.5), True, scale, scale,
+    )  # fmt: skip
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -103,7 +103,7 @@ def _plan_of(call: PagedCall) -> Plan:
     if PLANS.measure is not None:
         slower = "was not faster than Triton when it was measured"
         by_plan = None if plan.varlen else REFUSED.get((call.query.device, problem), slower)
-        PLANS.varlen.add(problem, varlen.why_not(call) or by_plan)
+        PLANS.varlen[problem, varlen.why_not(call) or by_plan] = None
     return plan
 
 

@@ -37,20 +37,13 @@ def finish(sums, top, total, sink, SINKS: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "requests", "splits"])
 def merge_kernel(
     part_sums,  # [splits, T, H, VALUE_DIM] float32
-    part_top,  # [splits, T, H] float32
-    part_total,  # [splits, T, H] float32
+    part_top, part_total,  # [splits, T, H] float32
     starts,  # [R + 1]
     sinks,  # [H] float32 or None
-    out,  # [T, H, VALUE_DIM]
-    lse,  # [T, H] float32
-    tokens,
-    requests,
-    splits,
-    HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+    out, lse,  # [T, H, VALUE_DIM], [T, H] float32
+    tokens, requests, splits,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """Merges the splits of one token and head. Grid: ``(T, H)``."""
     token = tl.program_id(0)
     row = token.to(tl.int64) * HEADS + tl.program_id(1)

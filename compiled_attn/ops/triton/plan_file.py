@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import triton
 
-from compiled_attn.ops.cpu.build import default_folder
+from compiled_attn.ops.cpu.libraries import own_folder
 from compiled_attn.ops.triton.autotune import measuring
-from compiled_attn.ops.triton.plans import PLANS, Plans
+from compiled_attn.ops.triton.plans import PLANS, Plans, varlen_notes
 from compiled_attn.ops.varlen import active_implementation
 from graphs.errors import StoreBusy, StoreError
 from graphs.files import write_whole
@@ -43,7 +43,7 @@ def saved_plans(
         with measuring(plans):
             yield notes
     finally:
-        notes |= plans.varlen.notes()
+        notes |= varlen_notes(plans.varlen)
         _add(file, plans.export(device))
 
 
@@ -54,8 +54,7 @@ def plans_file(device: torch.device) -> Path | None:
     factors = [torch.cuda.get_device_name(device), *versions, str(active_implementation())]
     texts = [*(factor.encode() for factor in factors), *(path.read_bytes() for path in sources)]
     try:
-        folder = default_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = own_folder(None)
     except (OSError, StoreError):
         return None
     key = hashlib.sha256(b"\0".join(texts)).hexdigest()

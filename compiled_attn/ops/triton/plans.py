@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 
 import torch
 
 from compiled_attn.ops.triton.tiles import Chip, Plan, Problem, Tile, plan
 
-__all__ = ["PLANS", "REFUSED", "Plans", "VarlenCalls", "chip_of"]
+__all__ = ["PLANS", "REFUSED", "Plans", "chip_of", "varlen_notes"]
 
 _UNKNOWN = Chip(132, is_hopper=False)  # without a CUDA device
 
@@ -17,25 +17,15 @@ REFUSED: dict[tuple[torch.device, Problem], str] = {}
 """Why a problem could not be measured with varlen in this process."""
 
 
-class VarlenCalls:
-    """Kinds of calls: the sizes of a bucket, and why varlen does not support them."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[tuple[Problem, str | None], None] = {}
-
-    def add(self, problem: Problem, why_not: str | None) -> None:
-        """Counts a kind of calls once; why_not: None if varlen supports it."""
-        self._kinds[problem, why_not] = None
-
-    def notes(self) -> dict[str, str]:
-        """Returns a note "varlen" for the report; none without calls."""
-        if not self._kinds:
-            return {}
-        reasons = [why_not for _, why_not in self._kinds]
-        counts = {why: reasons.count(why) for why in dict.fromkeys(reasons) if why is not None}
-        notes = [f"serves {reasons.count(None)} of {len(reasons)} kinds of calls"]
-        notes += [f"{count} not, as it {why}" for why, count in counts.items()]
-        return {"varlen": "; ".join(notes)}
+def varlen_notes(kinds: Collection[tuple[Problem, str | None]]) -> dict[str, str]:
+    """Returns a note "varlen" for the report: kinds of calls, and why some are not served."""
+    if not kinds:
+        return {}
+    reasons = [why_not for _, why_not in kinds]
+    notes = [f"serves {reasons.count(None)} of {len(reasons)} kinds of calls"]
+    unique = dict.fromkeys(why for why in reasons if why is not None)
+    notes += [f"{reasons.count(why)} not, as it {why}" for why in unique]
+    return {"varlen": "; ".join(notes)}
 
 
 class Plans:
@@ -44,12 +34,13 @@ class Plans:
     Attributes:
         measure: measures the plan of a new problem; None, except during a warmup
             (`autotune.measuring`): uses the default plan.
-        varlen: kinds of calls of the last warmup.
+        varlen: kinds of calls of the last warmup in order: the sizes of a bucket, and why varlen
+            does not support them or None.
     """
 
     def __init__(self) -> None:
         self.measure: Callable[[Problem, torch.device], Plan] | None = None
-        self.varlen = VarlenCalls()
+        self.varlen: dict[tuple[Problem, str | None], None] = {}
         self._measured: dict[tuple[torch.device, Problem], Plan] = {}
 
     def of(self, problem: Problem, device: torch.device) -> Plan:

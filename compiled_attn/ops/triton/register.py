@@ -26,8 +26,8 @@ def why_not() -> str | None:
 
 def register(library: torch.library.Library, key: str = "CUDA") -> None:
     """Registers kernels for the ops, which are already defined."""
-    for name, op in _OPS.items():
-        library.impl(name, op, key)
+    for name in ("paged_attention", "paged_attention_"):
+        library.impl(name, _op(name), key)
 
 
 def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str]]:
@@ -44,19 +44,11 @@ def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str
     return saved_plans(plans_file(own), own)
 
 
-def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    from compiled_attn.ops.triton.launch import paged_attention  # imports Triton
+def _op(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def call(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        from compiled_attn.ops.triton import launch  # imports Triton
 
-    return paged_attention(*arguments, **options)
+        out, lse = getattr(launch, name)(*arguments, **options)
+        return out, lse
 
-
-def _paged_attention_(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    from compiled_attn.ops.triton.launch import paged_attention_
-
-    return paged_attention_(*arguments, **options)
-
-
-_OPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "paged_attention": _paged_attention,
-    "paged_attention_": _paged_attention_,
-}
+    return call

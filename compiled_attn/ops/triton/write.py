@@ -11,40 +11,19 @@ _TINY = tl.constexpr(2.0**-110)
 
 @triton.jit(do_not_specialize=["blocks"])
 def write_kernel(
-    key,  # [T, Hk, KEY_DIM]
-    value,  # [T, Hk, VALUE_DIM]
-    key_cache,  # [blocks, PAGE, Hk, KEY_DIM]
-    value_cache,  # [blocks, PAGE, Hk, VALUE_DIM]
-    key_scale,  # [blocks, PAGE, Hk] float32 or None
-    value_scale,
+    key, value,  # [T, Hk, KEY_DIM or VALUE_DIM]
+    key_cache, value_cache,  # [blocks, PAGE, Hk, KEY_DIM or VALUE_DIM]
+    key_scale, value_scale,  # [blocks, PAGE, Hk] float32 or None
     slots,  # [T] int64
     blocks,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    k_block,
-    k_slot,
-    k_head,
-    v_block,
-    v_slot,
-    v_head,
-    ks_block,
-    ks_slot,
-    ks_head,
-    vs_block,
-    vs_slot,
-    vs_head,
-    KV_HEADS: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    CODES: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
+    key_token, key_head, value_token, value_head,  # strides
+    k_block, k_slot, k_head, v_block, v_slot, v_head,
+    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    KV_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
     """Writes some heads of one token. Grid: ``(T, cdiv(Hk, TILE_HEADS))``."""
     token = tl.program_id(0).to(tl.int64)
     slot_of_all = tl.load(slots + token)

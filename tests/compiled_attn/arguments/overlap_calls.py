@@ -42,7 +42,7 @@ class Call:
         return self.function(**self.arguments)
 
     def with_memory(self, index: str, memory: Tensor) -> Call:
-        """The same numbers in ``index``, kept at the start of ``memory``."""
+        """The same numbers in ``index``, stored at the start of ``memory``."""
         numbers = self.arguments[index]
         view = as_dtype(memory, numbers.dtype)[: numbers.numel()].view(numbers.shape)
         view.copy_(numbers)

@@ -130,9 +130,7 @@ def equal(first: object, second: object) -> bool:
 
 
 @pytest.mark.parametrize("kernel", ["portable", "native"])
-def test_indices_elsewhere_in_the_same_storage_are_served(
-    kernel: str, request: pytest.FixtureRequest
-) -> None:
+def test_indices_elsewhere_in_the_same_storage_are_served(kernel, request):
     for make in calls(kernel, request).values():
         call = make()
         packed = in_one_storage(call)
@@ -144,9 +142,7 @@ def test_indices_elsewhere_in_the_same_storage_are_served(
 
 
 @pytest.mark.parametrize("kernel", ["portable", "native"])
-def test_interleaved_keys_and_values_are_served(
-    kernel: str, request: pytest.FixtureRequest
-) -> None:
+def test_interleaved_keys_and_values_are_served(kernel, request):
     torch.manual_seed(0)
     call = next(iter(calls(kernel, request).values()))()
     both = torch.zeros(8, 2, *call.arguments["key_cache"].shape[1:])

@@ -1,4 +1,4 @@
-"""Every attention module on every backend that runs here: what it gives and keeps equals eager."""
+"""Every attention module on every backend that runs here: it returns and writes what eager does."""
 
 from __future__ import annotations
 

@@ -12,13 +12,9 @@ from tests.compiled_attn.attention.unified_call import CACHES, Call, cases
 from tests.oracle import LARGEST
 
 INDICES = (
-    "slot_mapping",
-    "shared_blocks",
-    "shared_lengths",
-    "unique_blocks",
-    "unique_block_mapping",
+    "slot_mapping", "shared_blocks", "shared_lengths", "unique_blocks", "unique_block_mapping",
     "unique_queries",
-)
+)  # fmt: skip
 PLACES = ("positions", "shared_starts", "unique_starts")
 BIASES = ("causal_bias", "shared_bias", "unique_bias")
 
@@ -51,10 +47,7 @@ SHAPES = {
     "a sink for all heads": ({"sinks": torch.ones(1)}, "expected sinks "),
     "a projection without heads": ({"value_projection": torch.ones(16, 8)}, "value_projection "),
     "projection of fewer heads": ({"value_projection": torch.ones(2, 16, 8)}, "value_projection "),
-    "a projection of a part of the value": (
-        {"value_projection": torch.ones(4, 12, 8)},
-        "expected value_projection ",
-    ),
+    "projection of half a value": ({"value_projection": torch.ones(4, 8, 8)}, "value_projection "),
 }
 
 CACHED = {
@@ -104,15 +97,9 @@ DEVICES = {
     for name in ("key", "value", *CACHES, *INDICES, *BIASES)
 } | {
     "query": ({"query": lambda x: x.to("meta")}, "expected key on meta"),
-    "alibi_slopes": (
-        {"alibi_slopes": torch.ones(4, device="meta")},
-        "expected alibi_slopes on cpu",
-    ),
+    "slopes": ({"alibi_slopes": torch.ones(4, device="meta")}, "expected alibi_slopes on cpu"),
     "sinks": ({"sinks": torch.ones(4, device="meta")}, "expected sinks on cpu"),
-    "positions": (
-        {"positions": lambda x: x.to("meta"), "sliding_window": 3},
-        "expected positions on cpu",
-    ),
+    "positions": ({"positions": lambda x: x.to("meta"), "sliding_window": 3}, "positions on cpu"),
 }
 
 

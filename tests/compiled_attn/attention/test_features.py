@@ -195,7 +195,7 @@ def test_latents_equal_attention_over_the_keys_and_values_they_stand_for():
 
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("cache_dtype", QUANTISED)
-def test_new_tokens_are_seen_as_the_cache_keeps_them(cache_dtype, latent):
+def test_new_tokens_are_seen_as_the_cache_stores_them(cache_dtype, latent):
     shape = Shape(7, cache_dtype=cache_dtype, dtype=torch.float64, latent=latent)
     scene = Scene(13, shape).add(0, 30)
     whole = run(scene).out

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_attn import unified_attention
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
-from tests.compiled_attn.poison import POISONS, arguments_of, both_metadata, hurt_rows, places
+from tests.compiled_attn.poison import arguments_of, both_metadata, elements, hurt_rows
 from tests.oracle import Scene, Shape
 
 SLOW = pytest.mark.slow
@@ -87,22 +87,23 @@ def _cases() -> Iterator[Any]:
 def _assert_isolated(
     scene: Scene, run: Callable[..., tuple[Tensor, Tensor]], metadata: Any, window: int | None
 ) -> None:
-    """Poisons every place in every way, against a run that has poison nowhere."""
+    """Poisons every element with NaN and with an infinity, against a run without poison."""
     arguments = arguments_of(scene, metadata)
     copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
     clean_out, clean_lse = (result.clone() for result in run(**copies))
     real = sum(len(request.tokens) for request in scene.requests)
     assert clean_out.isfinite().all() and clean_lse[:real].isfinite().all()
-    for place, poison in product(places(scene), POISONS):
-        if math.isinf(poison) and arguments[place.argument].dtype == torch.float8_e4m3fn:
+    for number, (element, is_nan) in enumerate(product(elements(scene), (True, False))):
+        poison = math.nan if is_nan else (math.inf, -math.inf)[number // 2 % 2]
+        if math.isinf(poison) and arguments[element.argument].dtype == torch.float8_e4m3fn:
             continue  # has no inf
-        out, lse = run(**place.poisoned(arguments, poison))
+        out, lse = run(**element.poisoned(arguments, poison))
         hurt = torch.zeros(len(out), dtype=torch.bool)
-        hurt[:real] = hurt_rows(scene, place, window)
-        assert torch.equal(out[~hurt], clean_out[~hurt]), (place, poison)
-        assert torch.equal(lse[~hurt], clean_lse[~hurt]), (place, poison)
+        hurt[:real] = hurt_rows(scene, element, window)
+        assert torch.equal(out[~hurt], clean_out[~hurt]), (element, poison)
+        assert torch.equal(lse[~hurt], clean_lse[~hurt]), (element, poison)
         if math.isnan(poison):
-            assert out[hurt].isnan().flatten(1).any(1).all(), (place, poison)
+            assert out[hurt].isnan().flatten(1).any(1).all(), (element, poison)
 
 
 def _runner(shape: Shape, metadata: Any, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:

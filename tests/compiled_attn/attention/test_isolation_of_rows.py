@@ -61,10 +61,11 @@ def _sees(name: str, position: int, own: int, settings: dict[str, Any]) -> bool:
 def _check_flash(run: Any, queries: int, settings: dict[str, Any]) -> None:
     inputs = _flash_inputs(queries)
     clean, clean_lse = run({k: v.clone() for k, v in inputs.items()})
-    for row, name, poison in product(range(ROWS), inputs, POISONS):
+    for number, (row, name) in enumerate(product(range(ROWS), inputs)):
         length = int(LENGTHS[row])
         positions = range(length, length + queries) if name in "qkv" else (0, length - 1)
-        for position in positions:
+        infinity = (math.inf, -math.inf)[number % 2]
+        for position, poison in product(positions, (math.nan, infinity)):
             copies = {k: v.clone() for k, v in inputs.items()}
             copies[name][_flash_place(name, row, position)] = poison
             out, lse = run(copies)

@@ -45,14 +45,10 @@ far finer than sums in float16, whose step is 2**-10."""
 def scenes(draw, *dtypes, caches=(None,)):
     block_size = draw(st.sampled_from(sorted(BLOCKS)))
     shape = Shape(
-        block_size,
-        kv_heads=draw(st.integers(1, 2)),
-        group=draw(st.sampled_from([1, 2, 4])),
-        head_dim=draw(st.sampled_from([32, 64, 80, 112, 128, 256])),
-        num_blocks=BLOCKS[block_size],
-        dtype=draw(st.sampled_from(dtypes)),
-        cache_dtype=draw(st.sampled_from(caches)),
-    )
+        block_size, kv_heads=draw(st.integers(1, 2)), group=draw(st.sampled_from([1, 2, 4])),
+        head_dim=draw(st.sampled_from([32, 64, 80, 112, 128, 256])), num_blocks=BLOCKS[block_size],
+        dtype=draw(st.sampled_from(dtypes)), cache_dtype=draw(st.sampled_from(caches)),
+    )  # fmt: skip
     poison = draw(st.sampled_from([math.nan, math.inf]))
     scene = Scene(draw(st.integers(0, 2**32)), shape, poison).random(4)
     sharpness = draw(st.sampled_from([1.0, 1.0, 8.0]))  # scores up to 4, or up to 30

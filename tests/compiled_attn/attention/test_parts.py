@@ -21,7 +21,8 @@ from compiled_attn.attention.parts import (
 from compiled_attn.attention.sdpa import SdpaKernel
 from compiled_attn.attention.state import FMIN, PartialAttention
 from compiled_attn.cache.kv_cache import usage_bias
-from tests.compiled_attn.attention.partial_cases import dense_under, random_qkv
+from tests.compiled_attn.attention.unified_run import random_qkv
+from tests.oracle import attend as dense_under
 
 ATTENDS = [pytest.param(attend, id="reference"), pytest.param(SdpaKernel.attend, id="sdpa")]
 
@@ -41,7 +42,7 @@ def test_attend_equals_dense_attention_with_rows_that_see_nothing(
     q, k, v = random_qkv(tokens, keys, heads=2 * group)
     bias = torch.where(torch.rand(tokens, keys) < 0.1, 0.0, -math.inf)
     part = kernel(q, k, v, bias, scale=0.3)
-    out, expected_lse = dense_under(q, k, v, bias, 0.3)
+    out, expected_lse = dense_under(q, k, v, bias, scale=0.3)
     torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse(part).double(), expected_lse, atol=1e-5, rtol=1e-4)
 
@@ -75,7 +76,7 @@ def test_attend_takes_any_biases_sizes_and_strides(kernel, dim, value_dim, bias)
     q, k, v = (each.permute(2, 0, 1).contiguous().permute(1, 2, 0) for each in dense)
     part = kernel(q, k, v, bias, scale=0.5)
     assert part.out.dtype == part.max.dtype == part.sum.dtype == torch.float32
-    out, expected_lse = dense_under(q, k, v, bias, 0.5)
+    out, expected_lse = dense_under(q, k, v, bias, scale=0.5)
     torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse(part).double(), expected_lse.double(), atol=1e-5, rtol=1e-4)
 
@@ -84,7 +85,9 @@ def test_attend_applies_scale_then_softcap_then_bias():
     q, k, v = random_qkv(3, 6)
     bias = torch.randn(3, 6)
     out = merge(attend(q, k, v, bias, scale=2.0, softcap=0.5)).double()
-    torch.testing.assert_close(out, dense_under(q, k, v, bias, 2.0, 0.5)[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        out, dense_under(q, k, v, bias, scale=2.0, softcap=0.5)[0], atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -17,7 +17,8 @@ from compiled_attn.attention.sdpa import SdpaKernel
 from compiled_attn.attention.state import FMIN, PartialAttention
 from compiled_attn.cache.kv_cache import gather_blocks, usage_bias
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
-from tests.compiled_attn.attention.partial_cases import dense_under, random_qkv
+from tests.compiled_attn.attention.unified_run import random_qkv
+from tests.oracle import attend as dense_under
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def test_unique_blocks_reduce_to_their_query_and_padding_adds_nothing():
     seen = torch.full((3, 32), -math.inf)
     seen[2, 20:24], seen[0, 4:7], seen[2, 28:29] = 0, 0, 0
     key_cache[:4] = value_cache[:4] = 0
-    out, expected_lse = dense_under(q, key_cache, value_cache, seen, 0.5)
+    out, expected_lse = dense_under(q, key_cache, value_cache, seen, scale=0.5)
     torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse(part).double(), expected_lse, atol=1e-5, rtol=1e-4)
     assert lse(part)[1].eq(-math.inf).all()

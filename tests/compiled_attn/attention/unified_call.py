@@ -1,4 +1,4 @@
-"""A legal call of unified attention that a test makes illegal in one place."""
+"""A valid call of unified attention of which a test makes one argument invalid."""
 
 from __future__ import annotations
 

@@ -112,3 +112,8 @@ def in_chunks(scene: Scene, boundaries: list[int], **options) -> Tensor:
 def bits(tensor: Tensor | None) -> Tensor | None:
     """A copy of a tensor's bytes: NaN equals NaN."""
     return None if tensor is None else tensor.contiguous().view(torch.uint8).clone()
+
+
+def random_qkv(tokens, keys, heads=4, kv_heads=2, dim=8, value_dim=None) -> list[Tensor]:
+    shapes = ((tokens, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, value_dim or dim))
+    return [torch.randn(*shape) for shape in shapes]

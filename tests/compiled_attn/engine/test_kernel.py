@@ -155,7 +155,7 @@ def test_packed_weights_generate_what_the_model_then_computes(dtype, weights, pa
 def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weights):
     class Measured:
         def packing(self, weight: torch.Tensor) -> packed_linear.Packing | None:
-            return "halves" if packed_linear.has_halves(weight) else "packed"
+            return "bf16-widen" if packed_linear.fits_bf16(weight) else "packed"
 
         def takes_onednn(self, weight: torch.Tensor) -> bool:
             return False

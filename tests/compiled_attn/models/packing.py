@@ -43,7 +43,7 @@ class Scaled(nn.Embedding):
 
 
 def in_halves(weight: torch.Tensor) -> packed_linear.Packing | None:
-    return "halves" if packed_linear.has_halves(weight) else "packed"
+    return "bf16-widen" if packed_linear.fits_bf16(weight) else "packed"
 
 
 @dataclass

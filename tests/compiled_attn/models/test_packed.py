@@ -25,7 +25,7 @@ from tests.compiled_attn.models.packing import (
     in_halves,
     of_any_kind,
 )
-from tests.compiled_attn.ops.packed_layers import halves_by
+from tests.compiled_attn.ops.packed_layers import bf16_weights_by
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_halves_give_the_very_bits_of_whole_weights():
     whole, halves = KINDS["halves"].model(), KINDS["halves"].model()
     pack_linears(whole, contextlib.ExitStack())
     pack_linears(halves, contextlib.ExitStack(), in_halves)
-    with torch.no_grad(), halves_by("float32", load(strict=True)):
+    with torch.no_grad(), bf16_weights_by("float32", load(strict=True)):
         for one, other in zip(halves(IDS), whole(IDS), strict=True):
             assert torch.equal(one, other)
 

@@ -102,8 +102,8 @@ def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog)
 
 
 def test_a_model_that_does_not_tolerate_halves_is_packed_whole(monkeypatch, caplog):
-    model, halve, unpack = llama("halves"), packed_linear.halve, packed_linear.unpack
-    monkeypatch.setattr(packed_linear, "halve", lambda weight: ~halve(weight))
+    model, halve, unpack = llama("halves"), packed_linear.pack_bf16, packed_linear.unpack
+    monkeypatch.setattr(packed_linear, "pack_bf16", lambda weight: ~halve(weight))
     monkeypatch.setattr(
         packed_linear, "unpack", lambda w: unpack(~w if w.dtype is torch.int16 else w)
     )

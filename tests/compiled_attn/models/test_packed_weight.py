@@ -20,7 +20,7 @@ from tests.compiled_attn.tiny import tiny_model
 
 
 def halves(weight: torch.Tensor) -> packed_linear.Packing | None:
-    return "halves" if packed_linear.has_halves(weight) else None
+    return "bf16-widen" if packed_linear.fits_bf16(weight) else None
 
 
 KINDS = {"halves": halves, "int8": packed_linear.as_int8}

@@ -48,13 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ALiBi, not causal": {"requests": MIXED, "alibi_slopes": _slopes(), "causal": False},
     "sinks": {"requests": [*MIXED, (3, 1)], "sinks": _sinks(), "padding": 2},
     "everything": {
-        "requests": [*MIXED, (70, 90)],
-        "sinks": _sinks(),
-        "alibi_slopes": _slopes(),
-        "softcap": 2.0,
-        "window": 6,
-        "padding": 1,
-        "padded_requests": 2,
+        "requests": [*MIXED, (70, 90)], "sinks": _sinks(), "alibi_slopes": _slopes(), "softcap":
+        2.0, "window": 6, "padding": 1, "padded_requests": 2,
     },
     "padding": {"requests": MIXED, "padding": 4, "padded_requests": 3},
     "padding alone": {"requests": [], "padding": 3, "padded_requests": 2},
@@ -64,26 +59,17 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"requests": MIXED, "cache_dtype": torch.int8},
     "int8 for bfloat16": {"requests": MIXED, "cache_dtype": torch.int8, "dtype": torch.bfloat16},
     "int8 for bfloat16, heads of other sizes": {
-        "requests": MIXED,
-        "cache_dtype": torch.int8,
-        "dtype": torch.bfloat16,
-        "heads": 10,
-        "dim": 72,
-        "value_dim": 24,
+        "requests": MIXED, "cache_dtype": torch.int8, "dtype": torch.bfloat16, "heads": 10,
+        "dim": 72, "value_dim": 24,
     },
     "int8 HND": {"requests": MIXED, "cache_dtype": torch.int8, "layout": "HND"},
     "e4m3": {"requests": MIXED, "cache_dtype": torch.float8_e4m3fn, "dim": 64},
     "e5m2": {"requests": MIXED, "cache_dtype": torch.float8_e5m2, "dim": 64},
     "e4m3 for bfloat16": {
-        "requests": MIXED,
-        "cache_dtype": torch.float8_e4m3fn,
-        "dtype": torch.bfloat16,
+        "requests": MIXED, "cache_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16,
     },
     "prompt of int8": {"requests": [(90, 90)], "cache_dtype": torch.int8, "dim": 32},
     "long prompt in bfloat16": {
-        "requests": [(100, 150)],
-        "dtype": torch.bfloat16,
-        "dim": 64,
-        "size": 16,
+        "requests": [(100, 150)], "dtype": torch.bfloat16, "dim": 64, "size": 16,
     },
-}
+}  # fmt: skip

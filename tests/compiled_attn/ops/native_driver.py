@@ -27,15 +27,10 @@ from tests.compiled_attn.ops.test_sampling import (
 from tests.compiled_attn.ops.test_sampling import SIZES as VOCABULARIES
 
 DRAWS = [
-    (0.0, 1, 1.0, 0.0, 0.0),
-    (0.8, 10**9, 1.0, 0.0, 0.99),
-    (3.0, 10**9, 0.9, 0.0, 0.9999),
-    (0.8, 50, 0.9, 0.05, 0.3),
-    (0.8, 1025, 1.0, 0.0, 0.7),
-    (1e-200, 10**9, 1.0, 1.0, 0.5),
-    (1e300, 10**9, 0.5, 0.0, 0.5),
-    (1.0, 10**9, 1.0, 1e-3, 0.5),
-]
+    (0.0, 1, 1.0, 0.0, 0.0), (0.8, 10**9, 1.0, 0.0, 0.99), (3.0, 10**9, 0.9, 0.0, 0.9999),
+    (0.8, 50, 0.9, 0.05, 0.3), (0.8, 1025, 1.0, 0.0, 0.7), (1e-200, 10**9, 1.0, 1.0, 0.5),
+    (1e300, 10**9, 0.5, 0.0, 0.5), (1.0, 10**9, 1.0, 1e-3, 0.5),
+]  # fmt: skip
 """Temperature, top-k, top-p, min-p, uniform."""
 
 
@@ -67,7 +62,7 @@ def main(isa: str, tiles: str) -> None:
         assert out[0].isfinite().all() and out[2].isnan().any()
     tuning = replace(KernelTuning.default("amx_bf16"), linear_bf16_weights="amx")
     kernel_tuning.apply(ops.build.library, tuning)
-    for rows, sizes, kind in product(ROWS, SIZES, ("bfloat16", "float32", "halves")):
+    for rows, sizes, kind in product(ROWS, SIZES, ("bfloat16", "float32", "bf16-widen")):
         input, weight, bias = layer(rows, *sizes, kind=kind)
         packed, _ = packed_as(kind, weight)
         assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
 from compiled_attn.ops.call import PagedCall
+from tests.oracle import attend, distances, position_bias
 
 FLOAT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of an output, with values of about 1: some units in the last place."""
@@ -44,18 +47,21 @@ class Scene:
         """The same as a `PagedCall`."""
         return PagedCall.of(*self.arguments, **self.options)
 
+    def each_alone(self) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """The query rows of each request, and the positional arguments of it alone."""
+        starts = self.query_start_loc.tolist()
+        for request, (first, end) in enumerate(pairwise(starts)):
+            own = slice(request, request + 1)
+            step = self.block_table[own], self.seq_lens[own], torch.tensor([0, end - first]).int()
+            query, caches = self.query[first:end], (self.key_cache, self.value_cache)
+            yield slice(first, end), (query, *caches, *step, self.scale)
+
     def rows(self, request: int, which: str = "key") -> Tensor:
         """The keys or values of a request, ``[seq_len, Hk, D]`` in float64."""
         cache, scale = getattr(self, f"{which}_cache"), self.options.get(f"{which}_scale")
-        size = cache.shape[1]
-        length = int(self.seq_lens[request])
-        rows = []
-        for position in range(length):
-            block, slot = int(self.block_table[request, position // size]), position % size
-            row = cache[block, slot]
-            rows.append(row if scale is None else dequantise(row, scale[block, slot]))
-        shape = (0, *cache.shape[2:])
-        return torch.stack(rows).double() if rows else torch.zeros(shape, dtype=torch.float64)
+        position, size = torch.arange(int(self.seq_lens[request])), cache.shape[1]
+        at = self.block_table[request, position // size].long(), position % size
+        return (cache[at] if scale is None else dequantise(cache[at], scale[at])).double()
 
 
 def scene(
@@ -135,34 +141,20 @@ def _laid_out(cache: Tensor, layout: str) -> Tensor:
 def dense(step: Scene) -> tuple[Tensor, Tensor]:
     """Returns the exact results of `paged_attention`, in float64."""
     options = step.options
+    window, slopes, sinks = (options.get(name) for name in ("window", "alibi_slopes", "sinks"))
+    left, right = window and window - 1, 0 if options.get("causal", True) else None
     tokens, heads, _ = step.query.shape
-    group = heads // step.key_cache.shape[2]
-    sinks = options.get("sinks")
     out = torch.zeros(tokens, heads, step.value_cache.shape[3], dtype=torch.float64)
     lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64)
     if sinks is not None:
         lse[:] = sinks
     for request, length in enumerate(step.seq_lens.tolist()):
         begin, end = step.query_start_loc[request : request + 2].tolist()
-        key, value = step.rows(request), step.rows(request, "value")
-        for row in range(begin, end):
-            own = length - (end - begin) + row - begin
-            last = own if options.get("causal", True) else length - 1
-            first = 0 if options.get("window") is None else max(0, own - options["window"] + 1)
-            for head in range(heads):
-                seen = torch.arange(first, max(last + 1, first))
-                scores = key[seen, head // group] @ step.query[row, head].double() * step.scale
-                if options.get("softcap"):
-                    scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-                if options.get("alibi_slopes") is not None:
-                    scores = scores + options["alibi_slopes"][head].double() * (seen - own)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[head : head + 1].double()))
-                if not len(scores):
-                    continue
-                lse[row, head] = torch.logsumexp(scores, 0)
-                weights = torch.exp(scores - lse[row, head])[: len(seen)]
-                out[row, head] = weights @ value[seen, head // group]
+        bias = position_bias(distances(end - begin, length), left, right, slopes)
+        out[begin:end], lse[begin:end] = attend(
+            step.query[begin:end], step.rows(request), step.rows(request, "value"), bias,
+            scale=step.scale, softcap=options.get("softcap"), sinks=sinks,
+        )  # fmt: skip
     return out, lse
 
 

@@ -14,8 +14,8 @@ ROWS = [1, 2, 5, 8, 13, 15, 16, 17, 31, 33, 48, 63, 64, 257]
 SIZES = [(16, 32), (48, 96), (80, 64), (144, 576), (16 * 13, 32)]
 
 
-def halves_by(kind: str, ops: NativeOps) -> AbstractContextManager[NativeOps]:
-    """The kernels, which compute layers of upper halves with a kind of dot products meanwhile."""
+def bf16_weights_by(kind: str, ops: NativeOps) -> AbstractContextManager[NativeOps]:
+    """The kernels, which compute layers of bf16-widen with a kind of dot products meanwhile."""
     return tuned(ops, linear_bf16_weights=kind)
 
 
@@ -24,22 +24,22 @@ def layer(
 ) -> tuple[torch.Tensor, ...]:
     """Input, plain weight and bias, of the dtype that goes with a kind of packed weights."""
     chance = torch.Generator().manual_seed(seed)
-    dtype = torch.float32 if kind in ("float32", "halves") else torch.bfloat16
+    dtype = torch.float32 if kind in ("float32", "bf16-widen") else torch.bfloat16
     input, weight, bias = (
         torch.randn(shape, generator=chance).to(dtype)
         for shape in ((rows, inputs), (outputs, inputs), (outputs,))
     )
-    return input, weight.bfloat16().float() if kind == "halves" else weight, bias
+    return input, weight.bfloat16().float() if kind == "bf16-widen" else weight, bias
 
 
-KINDS = ["bfloat16", "int8", "float32", "halves"]
+KINDS = ["bfloat16", "int8", "float32", "bf16-widen"]
 
 
 def packed_as(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A weight packed, and its scale."""
     if kind == "int8":
         return packed_linear.quantise(weight)
-    return (packed_linear.halve if kind == "halves" else packed_linear.pack)(weight), None
+    return (packed_linear.pack_bf16 if kind == "bf16-widen" else packed_linear.pack)(weight), None
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -56,10 +56,7 @@ def test_new_numbers_of_the_same_shapes_compile_nothing(traced):
     torch._dynamo.reset()
     step = scene(MIXED, poison=0.5)
     compiled = torch.compile(
-        lambda *a: traced.paged_attention(*a, 0.25),
-        backend=counter,
-        fullgraph=True,
-        dynamic=False,
+        lambda *a: traced.paged_attention(*a, 0.25), backend=counter, fullgraph=True, dynamic=False
     )
     for length in (9, 4, 1):
         step.seq_lens[0] = length

@@ -38,7 +38,7 @@ class Layers(nn.Module):
 
 def packed(module: nn.Module, packing: Packing = "packed") -> nn.Module:
     module = module.bfloat16().eval().requires_grad_(False)
-    if packing == "halves":
+    if packing == "bf16-widen":
         module = module.float()
         module.scale = nn.Parameter(torch.ones(1), False)  # one parameter stays a float
     pack_linears(module, contextlib.ExitStack(), lambda _: packing)
@@ -66,7 +66,7 @@ def assert_fused(module: Callable[..., Any], x: torch.Tensor, *, alone: int) -> 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_layers_of_one_input_are_one_call_and_the_same_bits(rows, packing):
     module = packed(Layers(), packing)
-    x = torch.randn(1, rows, 64).to(torch.float32 if packing == "halves" else torch.bfloat16)
+    x = torch.randn(1, rows, 64).to(torch.float32 if packing == "bf16-widen" else torch.bfloat16)
     assert_fused(module, x, alone=1)  # down
 
 
@@ -78,8 +78,10 @@ def test_a_layer_with_a_bias_is_not_fused_with_those_without():
 
 def test_layers_that_are_packed_in_other_ways_are_not_fused():
     module = Layers().bfloat16().float().eval().requires_grad_(False)
-    halved = module.up.weight
-    pack_linears(module, contextlib.ExitStack(), lambda w: "halves" if w is halved else "packed")
+    widened = module.up.weight
+    pack_linears(
+        module, contextlib.ExitStack(), lambda w: "bf16-widen" if w is widened else "packed"
+    )
     x = torch.randn(3, 64)
     assert_fused(module, x, alone=2)
 
@@ -155,13 +157,13 @@ SILU = {
 @pytest.mark.parametrize("multiply", SILU)
 def test_swiglu_is_one_call(multiply, packing, biased, flat):
     module = packed(SwiGlu(SILU[multiply], flat=flat, biased=biased), packing)
-    x = torch.randn(1, 7, 64).to(torch.float32 if packing == "halves" else torch.bfloat16)
+    x = torch.randn(1, 7, 64).to(torch.float32 if packing == "bf16-widen" else torch.bfloat16)
     out, code = compiled(module, x)
     assert code.count(SWIGLU) == 1 and FUSED not in code
     assert "sigmoid" not in code and "exp" not in code.replace("expected", "")
     with torch.no_grad():
         expected = module(x)
-    few = {} if packing == "halves" else {"rtol": 2**-6, "atol": 2**-6}
+    few = {} if packing == "bf16-widen" else {"rtol": 2**-6, "atol": 2**-6}
     torch.testing.assert_close(out, expected, **few)
 
 
@@ -184,7 +186,7 @@ def test_swiglu_is_one_call(multiply, packing, biased, flat):
     ],
 )
 def test_other_products_are_not_fused(multiply):
-    assert_not_swiglu(packed(SwiGlu(multiply), "halves"), torch.randn(1, 7, 64))
+    assert_not_swiglu(packed(SwiGlu(multiply), "bf16-widen"), torch.randn(1, 7, 64))
 
 
 @pytest.mark.parametrize("wide", [lambda g: g.float(), lambda g: g.double()])
@@ -213,12 +215,12 @@ def test_layers_of_other_sizes_with_equal_views_are_not_fused():
             gate = functional.silu(self.gate(x).view(7, -1, 32))
             return gate * self.up(x).view(7, -1, 32)
 
-    assert_not_swiglu(packed(Wide(), "halves"), torch.randn(7, 64))
+    assert_not_swiglu(packed(Wide(), "bf16-widen"), torch.randn(7, 64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu_is_found_where_rows_are_a_symbol(dtype):
-    module = packed(SwiGlu(SILU["silu"]), "halves" if dtype is torch.float32 else "packed")
+    module = packed(SwiGlu(SILU["silu"]), "bf16-widen" if dtype is torch.float32 else "packed")
     torch._dynamo.reset()
     run = torch.compile(module, fullgraph=True, dynamic=True, options=OPTIONS)
     for rows in (7, 40):

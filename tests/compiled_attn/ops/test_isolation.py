@@ -17,13 +17,9 @@ from tests.compiled_attn.ops.native_scene import Scene, scene
 
 SIZE = 4
 STEPS = {
-    "drafts": [(3, 40), (1, 9)],
-    "a prompt of few rows": [(7, 7)],
-    "tiles": [(40, 300)],
-    "a prompt": [(90, 90)],
-    "drafts in splits": [(2, 1500)],
-    "tiles in splits": [(60, 2300)],
-}
+    "drafts": [(3, 40), (1, 9)], "a prompt of few rows": [(7, 7)], "tiles": [(40, 300)],
+    "a prompt": [(90, 90)], "drafts in splits": [(2, 1500)], "tiles in splits": [(60, 2300)],
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},

@@ -7,20 +7,20 @@ import torch
 
 from compiled_attn.ops import available_isas, load, packed_linear
 from tests.compiled_attn.ops.kernels import AMX, BEST, WITHOUT_AMX, loaded
-from tests.compiled_attn.ops.packed_layers import KINDS, ROWS, halves_by, layer, packed_as
+from tests.compiled_attn.ops.packed_layers import KINDS, ROWS, bf16_weights_by, layer, packed_as
 
 
 def test_the_registers_give_the_bits_of_plain_tiles():
     if AMX not in available_isas():
         pytest.skip("this processor has no AMX")
     both = loaded(AMX), loaded(WITHOUT_AMX, plain_tiles=True)
-    for kind in ("bfloat16", "int8", "halves"):
+    for kind in ("bfloat16", "int8", "bf16-widen"):
         for rows in ROWS:
             input, weight, bias = layer(rows, 80, 96, seed=rows, kind=kind)
             packed, scale = packed_as(kind, weight)
             outs = []
             for each in both:
-                with halves_by("amx", each):
+                with bf16_weights_by("amx", each):
                     outs.append(each.packed_linear(input, packed, bias, scale))
             assert torch.equal(*outs)
 
@@ -42,11 +42,7 @@ BAD = [
     ("linear", {"scale": torch.ones(32)}, ".*weight: Char, got BFloat16"),
     ("linear", {"weight": WEIGHT.char(), "scale": torch.ones(16)}, r".*scale: \[32\], got \[16\]"),
     ("linears", {"weights": []}, "weights of at least one layer, got none"),
-    (
-        "linears",
-        {"biases": [WEIGHT[0, :, 0, 0]]},
-        "biases of all weights or of none, got 1",
-    ),
+    ("linears", {"biases": [WEIGHT[0, :, 0, 0]]}, "biases of all weights or of none, got 1"),
     ("linears", {"scales": [torch.ones(32)] * 3}, "scales of all weights or of none, got 3 for 2"),
     ("linears", {"weights": [WEIGHT, WEIGHT.short()]}, "weights: BFloat16, got Short"),
     ("linears", {"weights": [WEIGHT[:, :16].contiguous()] * 2}, r"input: \[any, 32\], got \[3, 64"),
@@ -81,7 +77,7 @@ def test_torch_finds_nothing_wrong_with_the_ops(op, kind):
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("bfloat16", (3, 48, 16, 2)), ("float32", (3, 96, 16, 1)), ("halves", (3, 48, 16, 2))],
+    [("bfloat16", (3, 48, 16, 2)), ("float32", (3, 96, 16, 1)), ("bf16-widen", (3, 48, 16, 2))],
 )
 def test_unpacking_gives_the_weight_and_rows_of_it_back(kind, shape):
     _, weight, _ = layer(1, 48, 96, kind=kind)

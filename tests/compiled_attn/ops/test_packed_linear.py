@@ -15,8 +15,8 @@ from tests.compiled_attn.ops.packed_layers import (
     ROWS,
     SIZES,
     assert_product,
+    bf16_weights_by,
     dequantised,
-    halves_by,
     layer,
     packed_as,
 )
@@ -27,7 +27,7 @@ from tests.compiled_attn.ops.packed_layers import (
         "reference",
         BEST,
         "tiles in plain C++",
-        *(["halves in tiles"] if BEST == AMX else []),
+        *(["bf16-widen in tiles"] if BEST == AMX else []),
         *SLOW,
     ],
     scope="module",
@@ -38,7 +38,9 @@ def ops(request) -> Iterator[NativeOps]:
         return
     is_plain, in_tiles = request.param == "tiles in plain C++", "tiles" in request.param
     isa = WITHOUT_AMX if is_plain else BEST if in_tiles else request.param
-    with halves_by("amx" if in_tiles else "float32", loaded(isa, plain_tiles=is_plain)) as kernels:
+    with bf16_weights_by(
+        "amx" if in_tiles else "float32", loaded(isa, plain_tiles=is_plain)
+    ) as kernels:
         yield kernels
 
 
@@ -69,30 +71,30 @@ def test_what_is_too_large_for_bfloat16_is_infinite_and_nan_stays_nan(ops):
     assert (out[3] == 0).all()
 
 
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_is_the_product_in_float64(ops, kind, rows, outputs, inputs):
-    input, weight, bias = layer(rows, outputs, inputs, kind=kind)
-    packed, scale = packed_as(kind, weight)
-    exact = weight if scale is None else dequantised(packed, scale)
-    assert_product(ops.packed_linear(input, packed, None, scale), input, exact)
-    assert_product(ops.packed_linear(input, packed, bias, scale), input, exact, bias)
+def test_a_layer_is_the_product_in_float64(ops, kind, outputs, inputs):
+    for rows in ROWS:
+        input, weight, bias = layer(rows, outputs, inputs, kind=kind)
+        packed, scale = packed_as(kind, weight)
+        exact = weight if scale is None else dequantised(packed, scale)
+        assert_product(ops.packed_linear(input, packed, None, scale), input, exact)
+        assert_product(ops.packed_linear(input, packed, bias, scale), input, exact, bias)
 
 
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_halves_give_the_bits_of_the_whole_weight(ops, rows, outputs, inputs):
-    input, weight, bias = layer(rows, outputs, inputs, kind="halves")
-    whole, halves = packed_linear.pack(weight), packed_linear.halve(weight)
-    assert halves.nbytes * 2 == whole.nbytes
-    out, expected = (ops.packed_linear(input, each, bias) for each in (halves, whole))
-    if ops.build is None:  # MKL's bits depend on where a matrix lies
-        torch.testing.assert_close(out, expected)
-    else:
-        with halves_by("float32", ops):
-            assert torch.equal(ops.packed_linear(input, halves, bias), expected)
-        assert_product(out, input, weight, bias)
+def test_bf16_weights_give_the_bits_of_the_whole_weight(ops, outputs, inputs):
+    for rows in ROWS:
+        input, weight, bias = layer(rows, outputs, inputs, kind="bf16-widen")
+        whole, widened = packed_linear.pack(weight), packed_linear.pack_bf16(weight)
+        assert widened.nbytes * 2 == whole.nbytes
+        out, expected = (ops.packed_linear(input, each, bias) for each in (widened, whole))
+        if ops.build is None:  # MKL's bits depend on where a matrix lies
+            torch.testing.assert_close(out, expected)
+        else:
+            with bf16_weights_by("float32", ops):
+                assert torch.equal(ops.packed_linear(input, widened, bias), expected)
+            assert_product(out, input, weight, bias)
 
 
 def test_every_half_counts_as_what_it_is(ops):
@@ -100,10 +102,10 @@ def test_every_half_counts_as_what_it_is(ops):
     weight = bits.view(torch.bfloat16).float().view(-1, 32)
     if ops.build is not None:  # the kernels read subnormals as zeros
         weight[weight.abs() < torch.finfo(torch.float32).tiny] = 0
-    halves = packed_linear.halve(weight)
-    assert torch.equal(packed_linear.unpack(halves).view(torch.int32), weight.view(torch.int32))
+    widened = packed_linear.pack_bf16(weight)
+    assert torch.equal(packed_linear.unpack(widened).view(torch.int32), weight.view(torch.int32))
     finite = weight.isfinite().all(1)
-    out = ops.packed_linear(torch.eye(32), packed_linear.halve(weight[finite][:1008]))
+    out = ops.packed_linear(torch.eye(32), packed_linear.pack_bf16(weight[finite][:1008]))
     assert torch.equal(out, weight[finite][:1008].T)
 
 
@@ -114,7 +116,7 @@ def test_all_bits_of_a_float_are_multiplied(ops):
     inside = values.isfinite() & (values.abs() > 2.0**-102)  # less has subnormal parts
     values = torch.where(inside, values, 1 / 3)
     values[:4] = torch.tensor([0.0, greatest, -greatest, least])[:, None]
-    packed = packed_linear.halve(torch.eye(32))
+    packed = packed_linear.pack_bf16(torch.eye(32))
     assert torch.equal(ops.packed_linear(values, packed), values)
 
 
@@ -125,7 +127,7 @@ def test_what_is_not_finite_stays_what_it_is(ops, value):
         input.view(torch.int32)[1, 5], value = 0x7F800001, torch.nan
     else:
         input[1, 5] = value
-    out = ops.packed_linear(input, packed_linear.halve(torch.ones(16, 32)))
+    out = ops.packed_linear(input, packed_linear.pack_bf16(torch.ones(16, 32)))
     expected = torch.full((3, 16), 32.0)
     expected[1] = value
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
@@ -140,10 +142,10 @@ def test_what_is_not_finite_stays_what_it_is(ops, value):
         torch.zeros(16, 32).double(),
     ],
 )
-def test_other_weights_have_no_halves(weight):
-    assert not packed_linear.has_halves(weight)
+def test_other_weights_do_not_fit_bf16(weight):
+    assert not packed_linear.fits_bf16(weight)
     with pytest.raises(ValueError, match=r"exact in bfloat16, got torch\..*\[16, "):
-        packed_linear.halve(weight)
+        packed_linear.pack_bf16(weight)
 
 
 def test_every_code_of_int8_counts_as_what_it_is(ops):
@@ -163,17 +165,17 @@ def test_the_codes_of_a_weight_are_within_half_a_step_of_it():
     assert (off <= scale.double()[:, None] * half).all()
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float32", "halves"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "bf16-widen"])
 def test_rows_of_the_input_may_lie_apart(ops, kind):
     input, weight, _ = layer(20, 64, 192, kind=kind)
     part, weight = input[::2, 64:128], weight[:, :64]
     assert_product(ops.packed_linear(part, packed_as(kind, weight)[0]), part, weight)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float32", "halves"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "bf16-widen"])
 def test_no_inputs_are_the_bias(ops, kind):
     input, _, bias = layer(5, 32, 0, kind=kind)
-    dtype = torch.int16 if kind == "halves" else input.dtype
+    dtype = torch.int16 if kind == "bf16-widen" else input.dtype
     packed = torch.empty(2, 0, 16, 1 if kind == "float32" else 2, dtype=dtype)
     assert torch.equal(ops.packed_linear(input, packed, bias), bias.expand(5, 32))
 
@@ -202,9 +204,11 @@ def test_the_number_of_threads_changes_no_bit(ops, rows, kind):
         assert torch.equal(ops.packed_linear(input, packed, bias, scale), alone)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+BIASED_ROWS = [(0, False), (1, True), (1, False), (5, True), (40, False), (300, True)]
+
+
+@pytest.mark.parametrize(("rows", "biased"), BIASED_ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [0, 1, 5, 40, 300])
 @pytest.mark.parametrize("outputs", [(48, 16, 208), (16 * 40, 16, 16)])
 def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]
@@ -222,9 +226,8 @@ def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, 
             assert all(torch.equal(*pair) for pair in zip(at_once, alone, strict=True))
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "biased"), BIASED_ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [0, 1, 5, 40, 300])
 @pytest.mark.parametrize("outputs", [16, 208])
 def test_a_gate_is_silu_of_one_layer_times_the_other(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]

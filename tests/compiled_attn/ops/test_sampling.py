@@ -68,8 +68,8 @@ def of_sorted(logits, temperature, top_k, top_p, min_p, uniform) -> int:
     weights = weights[sums - weights < top_p * sums[-1]]
     weights = weights[weights >= min_p]
     sums = weights.cumsum()
-    place = np.searchsorted(sums, uniform * sums[-1], side="right")
-    return int(order[min(place, np.count_nonzero(weights) - 1)])
+    index = np.searchsorted(sums, uniform * sums[-1], side="right")
+    return int(order[min(index, np.count_nonzero(weights) - 1)])
 
 
 def settle(ops: NativeOps, logits: torch.Tensor, settings) -> torch.Tensor:
@@ -135,8 +135,8 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(ops, bad, size
     logits = rows_of("spread", 6, size).to(dtype)
     settings = draws_of(*[(temperature, 9, 0.9, 0.0, 0.5) for temperature in (0.0, 1.0) * 3])
     expected = settle(ops, logits, settings).tolist()
-    for row, place in enumerate((0, size // 2, size - 1)):
-        logits[2 * row, place] = logits[2 * row + 1, place] = bad
+    for row, token in enumerate((0, size // 2, size - 1)):
+        logits[2 * row, token] = logits[2 * row + 1, token] = bad
     assert settle(ops, logits, settings).tolist() == [NO_TOKEN] * 6
     logits[1:] = rows_of("spread", 6, size).to(dtype)[1:]
     assert settle(ops, logits, settings).tolist() == [NO_TOKEN, *expected[1:]]

@@ -26,19 +26,19 @@ def test_weights_are_packed_where_that_was_faster(tmp_path, ratio, packs):
 
 
 @pytest.mark.parametrize(
-    ("packed", "halves", "expected"),
-    [(1.2, 1.5, "halves"), (1.5, 1.2, "packed"), (0.8, 1.1, "halves"), (0.7, 0.9, None)],
+    ("packed", "bf16-widen", "expected"),
+    [(1.2, 1.5, "bf16-widen"), (1.5, 1.2, "packed"), (0.8, 1.1, "bf16-widen"), (0.7, 0.9, None)],
 )
-def test_what_float32_has_in_its_upper_halves_alone_is_kept_so_where_that_is_fastest(
-    tmp_path, packed, halves, expected
+def test_float32_weights_exact_in_bf16_are_stored_so_where_that_is_fastest(
+    tmp_path, packed, widened, expected
 ):
-    tuned = _tuning(tmp_path / "t.json", [halves, packed])
+    tuned = _tuning(tmp_path / "t.json", [widened, packed])
     assert tuned.packing(WEIGHT.float()) == expected
     assert tuned.packing(WEIGHT.float() + 1 / 3) == ("packed" if packed > 1 else None)
     threads = torch.get_num_threads()
     assert tuned.results == {
         f"{threads} threads, 32 x 64, float32": packed,
-        f"{threads} threads, 32 x 64, float32 in halves": halves,
+        f"{threads} threads, 32 x 64, float32 as bf16": widened,
     }
 
 

@@ -76,9 +76,8 @@ def _copied(call: dict) -> dict:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
 
 
-@pytest.mark.parametrize("fused_write", [True, False])
 @pytest.mark.parametrize("options", FEATURES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "fused_write"), [*zip(KINDS, (True, False) * 3, strict=True)])
 def test_native_and_portable_give_and_write_the_same(kind, options, fused_write):
     call, metadata = _call(KINDS[kind]), _metadata()
     other = _copied(call)

@@ -103,7 +103,7 @@ struct PackedLinearArgs {
   const void* input;  // [rows, size_in], rows `input_row` elements apart
   int64_t input_row, out_row;
   // bfloat16: pairs of inputs of 16 outputs, [size_out / 16, size_in / 2, 16, 2]. float32:
-  // [size_out / 16, size_in, 16, 1], or the upper halves of weights exact in bfloat16 in pairs.
+  // [size_out / 16, size_in, 16, 1]; bf16-widen: weights exact in bfloat16, in its layout.
   const void* weight;
   const float* scale;  // [size_out] where the weight is int8 and the input bfloat16, or null
   const void* bias;    // [size_out] or null

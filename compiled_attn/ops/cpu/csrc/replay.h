@@ -51,8 +51,8 @@ class CallRecorder {
     words_.resize(words_.size() + sizeof(Args) / sizeof(int64_t));
     std::memcpy(words_.data() + begin, &args, sizeof(Args));
     for (const std::size_t at : addresses) {
-      const int64_t place = begin + int64_t(at / sizeof(int64_t));
-      if (words_[place]) pointers_.push_back(place);
+      const int64_t index = begin + int64_t(at / sizeof(int64_t));
+      if (words_[index]) pointers_.push_back(index);
     }
   }
 

@@ -1,7 +1,6 @@
-"""Random calls of `flash_attn_with_kvcache` and what they must give, in float64, query by query.
+"""Random calls of `flash_attn_with_kvcache` and what they must give, in float64, row by row.
 
-Independent of the library: no slices, no gathers, no shared masks. Everything that a call may not
-look at is poison.
+Everything that a call may not look at is poison.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.oracle import attend, distances, position_bias
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,11 +52,11 @@ class Case:
         """Draws the tensors."""
         self.rng, self.gen = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
         new = self.new or 0
-        if self.page_size:
-            self.capacity = -(-self.capacity // self.page_size) * self.page_size
         if self.lengths is None:
             most = self.capacity - (max(new, self.queries) if self.rotary else new)
             self.lengths = [self.rng.randint(0, most) for _ in range(self.batch)]
+        if self.page_size:
+            self.capacity = -(-self.capacity // self.page_size) * self.page_size
         totals = [length + new for length in self.lengths]
         self.pads = [self.rng.randint(0, t) if self.leftpad else 0 for t in totals]
         rows = self.batch + 3 if self.batch_idx else self.batch
@@ -66,18 +67,17 @@ class Case:
         pages = self.pages if self.page_size else rows
         self._allocate(pages, self.page_size or self.capacity)
         for b, length in enumerate(self.lengths):
-            for t in range(self.pads[b], length):
-                page, slot = self.place(b, t)
-                self.k_cache[page, slot] = self._draw(self.kv_heads, self.dim)
-                self.v_cache[page, slot] = self._draw(self.kv_heads, self.dim)
+            at = self.cell(b, torch.arange(min(self.pads[b], length), length))
+            for cache in (self.k_cache, self.v_cache):
+                cache[at] = self._draw(len(at[1]), self.kv_heads, self.dim)
         self.args = self._args()
         return self
 
-    def place(self, b: int, t: int) -> tuple[int, int]:
-        """Page and slot of token t of batch row b."""
+    def cell(self, b: int, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages and slots of tokens t of batch row b."""
         if self.table is None or self.page_size is None:
-            return self.rows[b], t
-        return int(self.table[self.rows[b], t // self.page_size]), t % self.page_size
+            return torch.full_like(t, self.rows[b]), t
+        return self.table[self.rows[b], t // self.page_size].long(), t % self.page_size
 
     def bits(self) -> Tensor:
         """A copy of the storage of both caches, poison and neighbours included, as integers."""
@@ -101,78 +101,52 @@ class Case:
         return torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
 
     def append_expected(self) -> None:
-        """Writes the new tokens as the call should, token by token."""
+        """Writes the new tokens as the call should, row by row."""
         for b, length in enumerate(self.lengths or []):
-            for t in range(self.new or 0):
-                page, slot = self.place(b, length + t)
-                key = self.args["k"][b, t]
-                self.k_cache[page, slot] = self._turned(key, length + t).to(self.dtype)
-                self.v_cache[page, slot] = self.args["v"][b, t]
+            t = length + torch.arange(self.new or 0)
+            if len(t):
+                at = self.cell(b, t)
+                self.k_cache[at] = self._rotated(self.args["k"][b], t).to(self.dtype)
+                self.v_cache[at] = self.args["v"][b]
 
     def _row(self, b: int, low: bool) -> tuple[Tensor, Tensor]:
         assert self.lengths is not None
-        length, total = self.lengths[b], self.lengths[b] + (self.new or 0)
-        tokens = range(self.pads[b], total)
-        keys, values = [], []
-        for t in tokens:
-            page, slot = self.place(b, t)
-            key, value = self.k_cache[page, slot], self.v_cache[page, slot]
-            if t >= length:
-                key = self._turned(self.args["k"][b, t - length], t).to(self.dtype)
-                value = self.args["v"][b, t - length]
-            keys.append(key)
-            values.append(value)
-        dtype = self.dtype if low else torch.float64
-        empty = torch.zeros(0, self.kv_heads, self.dim, dtype=self.dtype)
-        k = (torch.stack(keys) if keys else empty).to(dtype)
-        v = (torch.stack(values) if values else empty).to(dtype)
-        out = torch.zeros(self.queries, self.heads, self.dim, dtype=dtype)
-        lse = torch.full((self.heads, self.queries), -math.inf, dtype=dtype)
-        for i in range(self.queries):
-            turns = self.causal or self.window != (-1, -1)
-            position = length + (i if turns else 0)
-            query = self._turned(self.args["q"][b, i], position).to(self.dtype).to(dtype)
-            seen = [j for j in range(len(tokens)) if self._sees(i, j, len(tokens))]
-            if not seen:
-                continue
-            for head in range(self.heads):
-                mine = head // (self.heads // self.kv_heads)
-                scores = self._scores(b, head, query[head], k[seen, mine], i, seen, len(tokens))
-                out[i, head] = torch.softmax(scores, 0) @ v[seen, mine]
-                lse[head, i] = torch.logsumexp(scores, 0)
-        return out, lse
-
-    def _scores(
-        self, b: int, head: int, query: Tensor, keys: Tensor, i: int, seen: list[int], count: int
-    ) -> Tensor:
-        scores = keys @ (query * (self.dim**-0.5 if self.scale is None else self.scale))
-        if self.softcap > 0:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        new, length = self.new or 0, self.lengths[b]
+        at = self.cell(b, torch.arange(self.pads[b], length + new))
+        key, value = self.k_cache[at], self.v_cache[at]
+        if new:
+            turned = self._rotated(self.args["k"][b], length + torch.arange(new)).to(self.dtype)
+            cached = max(length - self.pads[b], 0)
+            skipped = new - (len(key) - cached)
+            key = torch.cat([key[:cached], turned[skipped:]])
+            value = torch.cat([value[:cached], self.args["v"][b, skipped:]])
+        by_position = self.causal or self.window != (-1, -1)
+        query = self._rotated(
+            self.args["q"][b], length + torch.arange(self.queries) * by_position
+        ).to(self.dtype)
+        left, right = (None if side < 0 else side for side in self.window)
+        away = distances(self.queries, len(key))
+        bias = position_bias(away, left, 0 if self.causal else right)
         slopes = self.args.get("alibi_slopes")
-        if slopes is None:
-            return scores
-        slope = slopes[head] if slopes.dim() == 1 else slopes[b, head]
-        distance = torch.tensor([abs(i + count - self.queries - j) for j in seen])
-        return scores - (slope.double() * distance).to(scores.dtype)
+        if slopes is not None:
+            slopes = slopes if slopes.dim() == 1 else slopes[b]
+            bias = bias - slopes.double()[:, None, None] * away.abs()
+        scale = self.dim**-0.5 if self.scale is None else self.scale
+        dtype = self.dtype if low else torch.float64
+        options: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "dtype": dtype}
+        out, lse = attend(query, key, value, bias, **options)
+        return out, lse.T
 
-    def _sees(self, i: int, j: int, count: int) -> bool:
-        left, right = self.window
-        right = 0 if self.causal else right
-        own = i + count - self.queries
-        return (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
-
-    def _turned(self, x: Tensor, position: int) -> Tensor:
-        """Heads ``[h, D]`` rotated in float64."""
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Tokens ``[n, h, D]`` rotated in float64."""
         x = x.double().clone()
-        if not self.rotary:
-            return x
         half = self.rotary // 2
         for pair in range(half):
             one, two = (2 * pair, 2 * pair + 1) if self.interleaved else (pair, pair + half)
-            cos = float(self.args["rotary_cos"][position, pair])
-            sin = float(self.args["rotary_sin"][position, pair])
-            x1, x2 = x[:, one].clone(), x[:, two].clone()
-            x[:, one], x[:, two] = x1 * cos - x2 * sin, x1 * sin + x2 * cos
+            cos = self.args["rotary_cos"][positions, pair].double().unsqueeze(1)
+            sin = self.args["rotary_sin"][positions, pair].double().unsqueeze(1)
+            x1, x2 = x[..., one].clone(), x[..., two].clone()
+            x[..., one], x[..., two] = x1 * cos - x2 * sin, x1 * sin + x2 * cos
         return x
 
     def _table(self, rows: int, totals: list[int]) -> Tensor:
@@ -190,28 +164,19 @@ class Case:
 
     def _allocate(self, pages: int, page_size: int) -> None:
         shape = (pages, page_size, self.kv_heads, self.dim)
-        kinds = {
-            "plain": (2, (2, *shape), lambda x: (x[0], x[1])),
-            "fused": (1, (pages, page_size, 2, *shape[2:]), lambda x: (x[:, :, 0], x[:, :, 1])),
-            "layers": (1, (2, 3, *shape), lambda x: (x[0, 1], x[1, 1])),
-            "transposed": (
-                1,
-                (2, pages, self.kv_heads, page_size, self.dim),
-                lambda x: (x[0].transpose(1, 2), x[1].transpose(1, 2)),
-            ),
-            "interleaved heads": (
-                1,
-                (pages, page_size, self.kv_heads, 2 * self.dim),
-                lambda x: (x[..., : self.dim], x[..., self.dim :]),
-            ),
-        }
-        count, base_shape, views = kinds[self.storage]
-        if count == 2:
+        if self.storage == "plain":
             self.bases = [self._poison(shape), self._poison(shape)]
             self.k_cache, self.v_cache = self.bases
-        else:
-            self.bases = [self._poison(base_shape)]
-            self.k_cache, self.v_cache = views(self.bases[0])
+            return
+        by_head = (2, pages, self.kv_heads, page_size, self.dim)
+        base_shape, views = {
+            "fused": ((pages, page_size, 2, *shape[2:]), lambda x: x.unbind(2)),
+            "layers": ((2, 3, *shape), lambda x: x[:, 1]),
+            "transposed": (by_head, lambda x: x.transpose(2, 3)),
+            "interleaved heads": ((*shape[:3], 2 * self.dim), lambda x: x.split(self.dim, -1)),
+        }[self.storage]
+        self.bases = [self._poison(base_shape)]
+        self.k_cache, self.v_cache = views(self.bases[0])
 
     def _poison(self, shape: tuple[int, ...]) -> Tensor:
         values = torch.tensor([math.nan, math.inf, -math.inf, 3e4])

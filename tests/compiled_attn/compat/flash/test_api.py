@@ -64,11 +64,7 @@ def upstream(seed: int) -> Case:
     ).make()
 
 
-# Dense attention in float64 takes seconds for the largest points of the grid.
-QUICK = {*range(48)} - {0, 9, 38, 39}
-
-
-@pytest.mark.parametrize("seed", slow_but(QUICK, range(48)))
+@pytest.mark.parametrize("seed", slow_but(range(24), range(48)))
 def test_the_grid_of_upstreams_test_holds_its_tolerance(seed: int) -> None:
     check(upstream(seed), flash_attn_with_kvcache)
 
@@ -130,10 +126,8 @@ def test_an_edge_equals_the_oracle(sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", [attend_plain, attend_fused, attend_sdpa])
-@pytest.mark.parametrize("seed", slow_but(QUICK, range(12)))
-def test_every_form_of_the_slice_equals_the_oracle(
-    form: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_every_form_of_the_slice_equals_the_oracle(form, seed, monkeypatch):
     case = upstream(seed)
     if form is attend_sdpa and case.softcap:
         case.softcap = case.args["softcap"] = 0.0
@@ -188,9 +182,7 @@ def test_masks_are_aligned_to_the_bottom_right() -> None:
 
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity(
-    splits: int, softcap: float
-) -> None:
+def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity(splits, softcap):
     case = Case(
         batch=3, queries=4, lengths=[0, 2, 6], causal=True, splits=splits, softcap=softcap
     ).make()
@@ -294,9 +286,7 @@ def test_slices_of_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
         assert error.abs().max() <= 1.01 * (want.to(dtype).double() - want).abs().max()
 
 
-def test_the_heuristic_splits_what_would_need_too_many_scores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_heuristic_splits_what_would_need_too_many_scores(monkeypatch):
     case = Case(queries=5, capacity=64, lengths=[64, 40], causal=True).make()
     whole = case.run(flash_attn_with_kvcache)[0]
     calls: list[int] = []
@@ -364,9 +354,7 @@ def test_statistics_are_float32_for_half_precision() -> None:
 
 @pytest.mark.parametrize("form", [attend_plain, attend_fused, attend_sdpa, None])
 @pytest.mark.parametrize("alibi", ["heads", "rows"])
-def test_float64_has_the_accuracy_of_float64_under_alibi(
-    form: Any, alibi: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float64_has_the_accuracy_of_float64_under_alibi(form, alibi, monkeypatch):
     case = Case(dtype=torch.float64, queries=3, capacity=60, lengths=[60, 41], alibi=alibi).make()
     case.args["alibi_slopes"] /= 7  # times a distance none of them is a float32
     function = flash_attn_with_kvcache_reference if form is None else flash_attn_with_kvcache

@@ -1,4 +1,4 @@
-"""Random paged decode steps and what attention must give: float64, one head and one row at a time.
+"""Random paged decode steps and what attention must give, in float64, row by row.
 
 Independent of the library: cells of the caches are addressed by the formulas of the layouts, one
 token at a time. Everything that attention may not look at is poison.
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.oracle import attend
 
 CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -37,10 +39,7 @@ def put(
 ) -> None:
     """Writes one token ``[Hk, D]`` by the formulas of the layouts."""
     if layout == "packed":
-        x = key.shape[-1]
-        for d in range(k.shape[1]):
-            key[block, :, d // x, slot, d % x] = k[:, d]
-            value[block, :, d, slot] = v[:, d]
+        key[block, :, :, slot], value[block, :, :, slot] = k.unflatten(1, (-1, key.shape[-1])), v
     elif layout == "HND":
         key[block, :, slot], value[block, :, slot] = k, v
     else:
@@ -139,20 +138,12 @@ class Step:
     def args(self, **changes: Any) -> tuple[Any, ...]:
         """The positional arguments from ``query`` on."""
         named = {
-            "query": self.query,
-            "key_cache": self.key_cache,
-            "value_cache": self.value_cache,
-            "num_kv_heads": self.kv_heads,
-            "scale": self.scale,
-            "block_tables": self.block_tables,
-            "seq_lens": self.seq_lens,
-            "block_size": self.block_size,
-            "max_seq_len": self.max_seq_len,
-            "alibi_slopes": self.slopes,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-        }
+            "query": self.query, "key_cache": self.key_cache, "value_cache": self.value_cache,
+            "num_kv_heads": self.kv_heads, "scale": self.scale, "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens, "block_size": self.block_size,
+            "max_seq_len": self.max_seq_len, "alibi_slopes": self.slopes,
+            "kv_cache_dtype": self.kv_cache_dtype, "k_scale": self.k_scale, "v_scale": self.v_scale,
+        }  # fmt: skip
         return tuple((named | changes).values())
 
     def partials(self, partition: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,38 +153,27 @@ class Step:
         tmp = torch.full((*shape, self.dim), self.poison, dtype=self.dtype)
         return sums, sums.clone(), tmp
 
-    def scores(self, row: int, head: int) -> Tensor:
-        """Scores of all tokens of a row, float64."""
-        keys = self.keys[row][:, head // (self.heads // self.kv_heads)].double()
-        scores = self.scale * (keys @ self.query[row, head].double())
-        if self.slopes is not None:
-            n = self.lengths[row]
-            scores += self.slopes[head].double() * (torch.arange(n) - n + 1)
-        return scores
+    def scores(self, row: int) -> Tensor:
+        """Scores of all tokens of a row by all heads ``[H, n]``, float64."""
+        keys = self.keys[row].double().repeat_interleave(self.heads // self.kv_heads, 1)
+        scores = torch.einsum("hd,nhd->hn", self.query[row].double(), keys)
+        return self.scale * scores + self._alibi(row).flatten(0, -2)
 
-    def expected(self) -> Tensor:
-        """Attention in float64."""
-        return self._each(lambda row, head: torch.softmax(self.scores(row, head), 0))
+    def _alibi(self, row: int) -> Tensor:
+        n = self.lengths[row]
+        bias = torch.zeros(1, n, dtype=torch.float64)
+        if self.slopes is None:
+            return bias
+        return bias + self.slopes.double()[:, None, None] * (torch.arange(n) - n + 1)
 
-    def naive(self) -> Tensor:
-        """Attention in the step's own dtype, for the error that this dtype makes anyway."""
-        cast = self.dtype
-        return self._each(lambda row, head: torch.softmax(self._naive_scores(row, head), 0), cast)
-
-    def _naive_scores(self, row: int, head: int) -> Tensor:
-        keys = self.keys[row][:, head // (self.heads // self.kv_heads)].to(self.dtype)
-        scores = self.scale * (keys @ self.query[row, head])
-        if self.slopes is not None:
-            n = self.lengths[row]
-            scores = scores + (self.slopes[head] * (torch.arange(n) - n + 1)).to(self.dtype)
-        return scores
-
-    def _each(self, weights: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+    def expected(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Attention in float64; in the step's own dtype for the error that it makes anyway."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
         for row, length in enumerate(self.lengths):
-            for head in range(self.heads if length else 0):
-                values = self.values[row][:, head // (self.heads // self.kv_heads)].to(dtype)
-                out[row, head] = weights(row, head) @ values
+            if length:
+                tokens = self.query[row, None], self.keys[row], self.values[row]
+                bias, options = self._alibi(row), {"scale": self.scale, "dtype": dtype}
+                out[row] = attend(*tokens, bias, **options)[0][0]  # type: ignore[arg-type]
         return out
 
     def assert_exact(self, out: Tensor) -> None:
@@ -201,7 +181,7 @@ class Step:
         expected = self.expected()
         assert not out.isnan().any(), "a value that may not be looked at got out"
         error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
-        allowed = (self.naive() - expected).abs().max().item() if out.numel() else 0.0
+        allowed = (self.expected(self.dtype) - expected).abs().max().item() if out.numel() else 0.0
         assert error <= 2 * allowed + 1e-5, f"error {error:.2e}, naive {allowed:.2e}"
         for row, length in enumerate(self.lengths):
             assert length or not out[row].any(), "a row without tokens must be zero"

@@ -23,13 +23,8 @@ from compiled_attn.compat.paged import (
 from tests.compiled_attn.compat.paged.scene import caches, put
 
 DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.float8_e4m3fn,
-]
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn,
+]  # fmt: skip
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -52,9 +47,7 @@ def _filled(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_every_conversion_moves_every_element_to_its_place(
-    source: str, target: str, dtype: torch.dtype
-) -> None:
+def test_every_conversion_moves_every_element_to_its_place(source, target, dtype):
     sizes = (3, 5, 2, 32)
     key, value = _filled(source, sizes, dtype)
     expected_key, expected_value = _filled(target, sizes, dtype)
@@ -151,9 +144,7 @@ def test_a_head_dim_that_x_does_not_divide_has_no_packed_form() -> None:
         ((2, 4, 2, 8), "NDH", {}, "a layout of"),
     ],
 )
-def test_a_cache_that_is_not_of_its_layout_is_refused(
-    shape: tuple[int, ...], source: str, options: dict, message: str
-) -> None:
+def test_a_cache_that_is_not_of_its_layout_is_refused(shape, source, options, message):
     with pytest.raises(PagedArgumentError, match=message):
         convert_key(torch.zeros(shape), source, "HND", **options)  # type: ignore[arg-type]
     with pytest.raises(PagedArgumentError, match="a layout of"):

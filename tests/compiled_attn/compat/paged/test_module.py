@@ -173,9 +173,7 @@ def test_it_says_what_it_is() -> None:
         ({"block_tables": torch.zeros(2, 2).int()}, r"block_tables .*\[3, any\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(
-    change: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(change, message):
     module, key_cache, value_cache = _growing("packed")
     arguments = {
         "query": torch.zeros(3, 4, 8),

@@ -46,12 +46,7 @@ def _bits(tensor: Tensor) -> Tensor:
     padding=st.integers(0, 3),
 )
 def test_tokens_are_in_their_slots_and_nothing_else_changed(
-    layout: str,
-    dtype: torch.dtype,
-    index_dtype: torch.dtype,
-    slots: list[int],
-    skipped: set[int],
-    padding: int,
+    layout, dtype, index_dtype, slots, skipped, padding
 ) -> None:
     slots = [-1 - slot if slot in skipped else slot for slot in slots]
     start = [cache.fill_(math.nan) for cache in caches(layout, BLOCKS, SIZE, HEADS, DIM, dtype)]
@@ -85,9 +80,7 @@ def test_padding_is_not_written(layout: str, slots: list[int], written: list[int
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_quantised_tokens_are_scaled_rounded_and_saturated(
-    layout: str, kv_cache_dtype: str, per_head: bool
-) -> None:
+def test_quantised_tokens_are_scaled_rounded_and_saturated(layout, kv_cache_dtype, per_head):
     stored = CODES.get(kv_cache_dtype, torch.int8)
     scales = (torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])) if per_head else (0.5, 2.0)
     key, value = _tokens(3)
@@ -157,16 +150,8 @@ def test_keys_that_require_grad_leave_no_history() -> None:
         ({"slot_mapping": [1, 2]}, TypeError, "slot_mapping: expected a tensor"),
         ({"key": torch.zeros(2, 2, 8)}, PagedArgumentError, "value like key"),
         ({"key": torch.zeros(2, 32)}, PagedArgumentError, r"key \(T, Hk, D\)"),
-        (
-            {"key": torch.zeros(2, 2, 16).half()},
-            PagedArgumentError,
-            "value of dtype float16, got float32",
-        ),
-        (
-            {"value": torch.zeros(2, 2, 16, device="meta")},
-            PagedArgumentError,
-            "value on cpu, got meta",
-        ),
+        ({"key": torch.zeros(2, 2, 16).half()}, PagedArgumentError, "value of dtype float16, got"),
+        ({"value": torch.zeros(2, 2, 16, device="meta")}, PagedArgumentError, "value on cpu, got"),
         ({"key_cache": torch.zeros(5, 2, 4, 4, 4)}, PagedArgumentError, "key_cache in layout"),
         ({"value_cache": torch.zeros(5, 2, 16)}, PagedArgumentError, "value_cache in layout"),
         ({"kv_cache_dtype": "fp8"}, PagedArgumentError, "key_cache"),
@@ -180,21 +165,14 @@ def test_keys_that_require_grad_leave_no_history() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(change, error, message):
     key, value = _tokens(2)
     key_cache, value_cache = caches("packed", BLOCKS, SIZE, HEADS, DIM, torch.float32)
     arguments = {
-        "key": key,
-        "value": value,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "slot_mapping": torch.tensor([0, 1]),
-        "kv_cache_dtype": "auto",
-        "k_scale": 1.0,
+        "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache,
+        "slot_mapping": torch.tensor([0, 1]), "kv_cache_dtype": "auto", "k_scale": 1.0,
         "v_scale": 1.0,
-    }
+    }  # fmt: skip
     with pytest.raises(error, match=message):
         reshape_and_cache(**(arguments | change))
     assert not key_cache.any()

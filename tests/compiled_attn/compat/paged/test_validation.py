@@ -44,11 +44,7 @@ def test_the_error_is_both_a_value_error_and_a_runtime_error() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "query",
-            lambda t: t[0],
-            r"query \(num_seqs, H, D\) of shape \[any, any, any\], got \[4, 16\]",
-        ),
+        ("query", lambda t: t[0], r"query \(num_seqs, H, D\) of shape \[any, .*, got \[4, 16\]"),
         ("query", lambda t: t.long(), "query of dtype float32 or .*, got int64"),
         ("query", lambda t: t[:, :3], r"H divisible by num_kv_heads, got \(3, 2\)"),
         ("query", lambda t: t[:, :0], r"H divisible by num_kv_heads, got \(0, 2\)"),
@@ -84,9 +80,8 @@ def test_what_is_no_tensor_is_a_type_error(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "block_tables", "seq_lens"])
 def test_another_device_is_refused(name: str) -> None:
     step = _step()
-    _refused(
-        step, PagedArgumentError, "on (meta|cpu), got", **{name: getattr(step, name).to("meta")}
-    )
+    there = {name: getattr(step, name).to("meta")}
+    _refused(step, PagedArgumentError, "on (meta|cpu), got", **there)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +120,7 @@ def test_a_scale_that_is_no_number_is_a_type_error(value: Any) -> None:
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block", [-1, 10_000, -(2**31)])
 @pytest.mark.parametrize("layout", ["packed", "flat"])
-def test_a_needed_block_outside_of_the_cache_is_refused(
-    index_dtype: torch.dtype, block: int, layout: str
-) -> None:
+def test_a_needed_block_outside_of_the_cache_is_refused(index_dtype, block, layout):
     step = _step(index_dtype=index_dtype, layout=layout)
     step.block_tables[2, 4] = block  # token 16, the last one
     message = rf"block_tables\[2, 4\] in 0 .. {step.blocks - 1}, got {block}: the row's 17 tokens"
@@ -192,9 +185,7 @@ def test_a_head_dim_that_x_does_not_divide_is_refused_in_the_packed_layout() -> 
         (None, TypeError, "{}: expected a float or a tensor, got NoneType"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(
-    name: str, scale: Any, error: type, message: str
-) -> None:
+def test_scales_that_do_not_fit_are_refused(name, scale, error, message):
     step = _step(kv_cache_dtype="int8")
     _refused(step, error, message.format(name), **{name: scale})
 

@@ -66,19 +66,8 @@ def test_every_kind_of_scoring(plain, window, scoring):
 def test_a_request_gets_the_same_bits_whatever_its_neighbours(plain):
     step = _scene()
     together, _ = plain.paged_attention(*step.arguments)
-    starts = step.query_start_loc.tolist()
-    for request in range(len(EDGES)):
-        first, end = starts[request], starts[request + 1]
-        alone, _ = plain.paged_attention(
-            step.query[first:end],
-            step.key_cache,
-            step.value_cache,
-            step.block_table[request : request + 1],
-            step.seq_lens[request : request + 1],
-            torch.tensor([0, end - first]).int(),
-            step.scale,
-        )
-        assert torch.equal(alone, together[first:end])
+    for rows, alone in step.each_alone():
+        assert torch.equal(plain.paged_attention(*alone)[0], together[rows])
 
 
 def test_the_number_of_threads_changes_no_bit_though_bands_depend_on_it(plain):

@@ -50,9 +50,9 @@ def replay_at(replayer, call, moved):
     """Replays a call whose matrices are elsewhere, as `moved` says."""
     words, addresses = call
     calls = [len(words) + 1, *words]
-    assert {words[place] for place in addresses} == {*moved}
-    for place in addresses:
-        calls[1 + place] = moved[words[place]]
+    assert {words[at] for at in addresses} == {*moved}
+    for at in addresses:
+        calls[1 + at] = moved[words[at]]
     replayer.replay(np.array(calls, np.int64))
 
 

@@ -41,7 +41,7 @@ class Machine:
 
     def packed_linear(self, input: torch.Tensor, weight: torch.Tensor) -> None:
         name = {count: each for each, count in calibration._PREFETCH_ROWS.items()}
-        others = "halves" if weight.dtype is torch.int16 else "linear"
+        others = "bf16-widen" if weight.dtype is torch.int16 else "linear"
         kind = name.get(input.shape[0], others)
         self.now += self.seconds(self.applied, kind)
 
@@ -64,7 +64,7 @@ def _of_an_intel(tuning: KernelTuning, kind: str) -> float:
         return (0.7 if tuning.decode == "float32" else 1.0) * 32 / (32 + tuning.prefetch_kib)
     if kind in calibration._PREFETCH_ROWS:
         return 1.0 if getattr(tuning, kind) == "L2" else 1.1
-    if kind == "halves":
+    if kind == "bf16-widen":
         return 50.0 if tuning.linear_bf16_weights == "amx" else 100.0
     products = tuning.prefill if kind == "prefill" else tuning.linear
     return {"amx": 20.0, "bf16-dot": 140.0, "float32": 100.0}[products]

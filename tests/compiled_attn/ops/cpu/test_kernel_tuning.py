@@ -76,13 +76,13 @@ def test_linear_layers_are_right_with_each_kind_of_dot_products(ops, products, r
     torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2**-8)
 
 
-def test_halves_in_tiles_are_other_sums(ops):
+def test_bf16_weights_in_tiles_are_other_sums(ops):
     torch.manual_seed(0)
     weight, input = torch.randn(96, 320).bfloat16().float(), torch.randn(40, 320)
     outs = []
     for products in ("float32", "amx"):
         kernel_tuning.apply(ops.build.library, replace(AMX, linear_bf16_weights=products))
-        outs.append(ops.packed_linear(input, packed_linear.halve(weight)))
+        outs.append(ops.packed_linear(input, packed_linear.pack_bf16(weight)))
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-4)
     has_tiles = ops.isa == "amx_bf16" or ops.build.library != loaded(ops.isa).build.library
     assert torch.equal(*outs) != has_tiles
@@ -99,17 +99,19 @@ def test_prefetching_changes_no_bit(ops, cache, ahead):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 29, 70])
-@pytest.mark.parametrize("kind", ["packed", "float32", "halves", "int8"])
+@pytest.mark.parametrize("kind", ["packed", "float32", "bf16-widen", "int8"])
 def test_prefetching_weights_changes_no_bit(ops, kind, rows):
     torch.manual_seed(0)
     weight, scale = torch.randn(208, 64).bfloat16(), None
-    input = torch.randn(rows, 64).to(torch.float32 if kind in ("float32", "halves") else weight)
+    input = torch.randn(rows, 64).to(torch.float32 if kind in ("float32", "bf16-widen") else weight)
     if kind == "int8":
         packed, scale = packed_linear.quantise(weight)
     elif kind == "packed":
         packed = packed_linear.pack(weight)
     else:
-        packed = getattr(packed_linear, "halve" if kind == "halves" else "pack")(weight.float())
+        packed = getattr(packed_linear, "pack_bf16" if kind == "bf16-widen" else "pack")(
+            weight.float()
+        )
     outs = []
     for cache in CACHES:
         prefetches = {"linear_prefetch": cache, "linear_prefetch_once": cache}

@@ -100,9 +100,8 @@ def test_a_library_that_torch_refuses_is_built_from_source_with_one_line(
     monkeypatch.setattr(loader, "prebuilt", lambda isa: ready)
     monkeypatch.setattr(loader, "build", lambda *_, **__: built)
     monkeypatch.setattr("torch.ops.load_library", load_library)
-    variant = loader._Variant((), False)
     with caplog.at_level(logging.WARNING, "compiled_attn"):
-        assert loader._load_library("portable", loader.NAMESPACE, variant) is built
+        assert loader._load_library("portable", loader.NAMESPACE, {}) is built
     assert loaded == [str(built.library)]
     [said] = [record.getMessage() for record in caplog.records]
     assert "undefined symbol: torch_new_name" in said and "from source" in said
@@ -113,5 +112,4 @@ def test_a_variant_is_never_prebuilt(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "prebuilt", lambda isa: pytest.fail("loads the wheel's"))
     monkeypatch.setattr(loader, "build", lambda *_, **__: built)
     monkeypatch.setattr("torch.ops.load_library", lambda path: None)
-    variant = loader._Variant(("address",), False)
-    assert loader._load_library("portable", "compiled_attn_portable_address", variant) is built
+    assert loader._load_library("portable", "compiled_attn_portable_address", {}) is built

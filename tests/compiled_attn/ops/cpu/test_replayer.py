@@ -57,7 +57,7 @@ def multiply(ops):
 
 
 def multiply_all(ops):
-    weights = [packed_linear.halve(torch.randn(n, 64).bfloat16().float()) for n in (48, 16, 32)]
+    weights = [packed_linear.pack_bf16(torch.randn(n, 64).bfloat16().float()) for n in (48, 16, 32)]
     return [torch.randn(5, 64), *weights], lambda x, *given: ops.packed_linears(x, [*given])
 
 
@@ -83,7 +83,7 @@ CALLS = {
     "linears": multiply_all,
     "swiglu": multiply_int8,
     "rows": look_up,
-    "rows of halves": partial(look_up, pack=packed_linear.halve),
+    "rows of bf16-widen": partial(look_up, pack=packed_linear.pack_bf16),
 }
 
 
@@ -116,9 +116,9 @@ def assert_moved(ops, replayer, make):
     where = {a.data_ptr(): b for a, b in zip((*given, *made), (*moved, *other), strict=True)
              if isinstance(a, torch.Tensor)}  # fmt: skip
     calls = [len(words) + 1, *words]
-    assert {words[place] for place in addresses} == {*where}
-    for place in addresses:
-        calls[1 + place] = where[words[place]].data_ptr()
+    assert {words[at] for at in addresses} == {*where}
+    for at in addresses:
+        calls[1 + at] = where[words[at]].data_ptr()
     replayer.replay(np.array(calls, np.int64))
     for a, b in zip((*made, *given), (*other, *moved), strict=True):
         assert are_equal(a, b) if isinstance(a, torch.Tensor) else a == b

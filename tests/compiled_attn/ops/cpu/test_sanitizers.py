@@ -37,7 +37,7 @@ def test_every_case_is_clean_under_the_sanitizers(isa, tiles):
         "PYTHONPATH": str(Path(__file__).parents[4]),
         # With libstdc++ from the start, or asan does not find what throws exceptions.
         "LD_PRELOAD": f"{asan} {_runtime(find_compiler(), 'libstdc++.so')}",
-        # Python keeps what it allocates, and torch's own threads are no concern of this test.
+        # Python does not free all its memory; torch's own threads are no concern of this test.
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
         "OMP_NUM_THREADS": "2",
     }

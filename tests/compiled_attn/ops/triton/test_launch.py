@@ -14,8 +14,7 @@ from compiled_attn.ops.triton.tiles import Chip, Plan, Tile, plan
 from tests.compiled_attn.ops.kernels import TRITON, interpreted, loaded
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import assert_right, new_tokens, scene
-from tests.compiled_attn.ops.test_reference import BAD_SHAPES, WRITES, assert_writes
-from tests.slow import slow_but
+from tests.compiled_attn.ops.test_reference import WRITES, assert_writes
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +54,6 @@ def test_no_number_is_brought_to_the_host(ops):
             step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
         )
     assert_right(result, step)
-
-
-@pytest.mark.parametrize("name", slow_but(("a flat cache", "sinks of float64"), BAD_SHAPES))
-def test_arguments_that_do_not_fit_say_what_was_expected(ops, name):
-    step = scene(MIXED)
-    BAD_SHAPES[name](step)
-    with pytest.raises(KernelArgumentError, match=r"paged_attention: expected .*, got .*: "):
-        ops.paged_attention(*step.arguments, **step.options)
 
 
 def test_float64_is_refused(ops):

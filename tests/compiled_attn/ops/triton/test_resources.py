@@ -25,23 +25,15 @@ CASES = [
     "D 576, Dv 512, group 32", "D 1024", "D 1024, e4m3", "D 1024, int8",
 ]  # fmt: skip
 SPILLED = {
-    ("D 64", "decode", "sm_89"): 8,
-    ("D 64, float32", "prefill", "sm_89"): 8,
-    ("D 64, int8", "prefill", "gfx942"): 24,
-    ("D 64, e4m3", "prefill", "gfx942"): 20,
-    ("D 128, e4m3", "decode", "sm_100"): 16,
-    ("D 128, e4m3", "decode", "sm_120"): 16,
-    ("D 128, e4m3", "prefill", "gfx942"): 56,
-    ("D 256", "prefill", "sm_89"): 16,
-    ("D 256", "prefill", "sm_100"): 16,
-    ("D 256, float32", "prefill", "sm_120"): 8,
-    ("D 1024, e4m3", "decode", "sm_80"): 16,
-    ("D 1024, e4m3", "prefill", "sm_80"): 16,
-    ("D 1024, e4m3", "decode", "gfx942"): 84,
-    ("D 1024, e4m3", "prefill", "gfx942"): 88,
-    ("D 1024, int8", "decode", "gfx942"): 72,
-    ("D 1024, int8", "prefill", "gfx942"): 52,
-}
+    ("D 64", "decode", "sm_89"): 8, ("D 64, float32", "prefill", "sm_89"): 8,
+    ("D 64, int8", "prefill", "gfx942"): 24, ("D 64, e4m3", "prefill", "gfx942"): 20,
+    ("D 128, e4m3", "decode", "sm_100"): 16, ("D 128, e4m3", "decode", "sm_120"): 16,
+    ("D 128, e4m3", "prefill", "gfx942"): 56, ("D 256", "prefill", "sm_89"): 16,
+    ("D 256", "prefill", "sm_100"): 16, ("D 256, float32", "prefill", "sm_120"): 8,
+    ("D 1024, e4m3", "decode", "sm_80"): 16, ("D 1024, e4m3", "prefill", "sm_80"): 16,
+    ("D 1024, e4m3", "decode", "gfx942"): 84, ("D 1024, e4m3", "prefill", "gfx942"): 88,
+    ("D 1024, int8", "decode", "gfx942"): 72, ("D 1024, int8", "prefill", "gfx942"): 52,
+}  # fmt: skip
 """Bytes of a thread that these spill all the same: a few numbers."""
 SPILLED_OF_HOPPER = {"decode": 700, "prefill": 1200}
 """There tiles are those that were measured to be the fastest."""

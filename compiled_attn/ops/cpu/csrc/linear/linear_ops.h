@@ -57,9 +57,9 @@ inline bool copy_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
 // The arguments of a layer, without its output.
 inline PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tensor* bias,
                                  const Tensor* scale) {
-  const auto kept = weight.scalar_type();
-  const bool is_single = !scale && kept == ScalarType::Float;
-  const bool weight_is_bf16 = !scale && kept == ScalarType::Short;
+  const auto stored = weight.scalar_type();
+  const bool is_single = !scale && stored == ScalarType::Float;
+  const bool weight_is_bf16 = !scale && stored == ScalarType::Short;
   const auto dtype = is_single || weight_is_bf16 ? ScalarType::Float : ScalarType::BFloat16;
   const int64_t together = is_single ? 1 : 2;
   check_shape("weight", weight, {kAny, kAny, 16, together});
@@ -68,9 +68,9 @@ inline PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, cons
     fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
   }
   check_dense("weight", weight, {weight.size(0), weight.size(1), 16, together},
-              scale       ? ScalarType::Char
-              : weight_is_bf16 ? kept
-                          : dtype);
+              scale            ? ScalarType::Char
+              : weight_is_bf16 ? stored
+                               : dtype);
   if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
   check_shape("input", input, {kAny, size_in});
   check_dtype("input", input, dtype);

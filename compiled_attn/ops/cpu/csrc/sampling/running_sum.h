@@ -51,10 +51,10 @@ class RunningSum {
       total = exactly(last->sum);
     }
     if (draw.min_p > 0) {
-      const auto kept = likely(draw.min_p);
-      if (!kept) return std::nullopt;
-      const double sum = sum_of(*kept);
-      const bool ends_here = *kept < count_ || weight < draw.min_p * (1 - kUnsure);
+      const auto count = likely(draw.min_p);
+      if (!count) return std::nullopt;
+      const double sum = sum_of(*count);
+      const bool ends_here = *count < count_ || weight < draw.min_p * (1 - kUnsure);
       total = {std::min(total.low, sum), ends_here ? std::min(total.high, sum) : total.high};
     }
     const auto found = at_sum({total.low * draw.uniform, total.high * draw.uniform});
@@ -84,9 +84,9 @@ class RunningSum {
     std::fill(bins_ + count_, bins_ + padded<kBlock>(count_), kBins);  // padding is in no bin
     for (int64_t i = 0; i < count_; ++i) {
       const double x = (double(values_[i]) - largest) * inverse;
-      const double place = x * -scale;
+      const double bin = x * -scale;
       weights_[i] = exp_double(x);
-      bins_[i] = uint16_t(int32_t(place < kBins - 1 ? place : kBins - 1));
+      bins_[i] = uint16_t(int32_t(bin < kBins - 1 ? bin : kBins - 1));
     }
     std::fill(sums_, sums_ + kBins + 1, 0);
     std::fill(counts_, counts_ + kBins + 1, 0);

@@ -53,8 +53,8 @@ CA_INLINE void store(BFloat16* at, Floats v) {
   const auto bits = bit_cast<Unsigned>(v);
   const auto rounded = bit_cast<Floats>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   const Floats upper = select(v == v, rounded, bit_cast<Floats>(splat(0x7fc0)));
-  const U16s halves = __builtin_convertvector(bit_cast<Ints>(upper), U16s);
-  std::memcpy(static_cast<void*>(at), &halves, sizeof halves);
+  const U16s narrow = __builtin_convertvector(bit_cast<Ints>(upper), U16s);
+  std::memcpy(static_cast<void*>(at), &narrow, sizeof narrow);
 }
 
 CA_INLINE void store(BFloat16* at, Floats first, Floats second) {

@@ -58,7 +58,7 @@ CA_INLINE Ints load_i8(const void* at) {
 #if defined(__AVX512F__)
 CA_INLINE Floats from_float16(I16s v) { return _mm512_cvtph_ps((__m256i)v); }
 
-// Loads 8-bit codes into the upper halves of 16 bits.
+// Loads 8-bit codes into the upper bytes of 16 bits.
 CA_INLINE I16s load_u8_high(const void* at) {
   const __m128i codes = _mm_loadu_si128(static_cast<const __m128i*>(at));
   return (I16s)_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
