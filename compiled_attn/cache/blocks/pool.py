@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.allocator import BlockAllocator
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PromptKeys, Salt, Tokens
-from compiled_attn.cache.blocks.states import BlockAllocator
 from compiled_attn.cache.blocks.stats import PoolStats
 from compiled_attn.cache.blocks.table import BlockTable
 from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.allocator import BlockAllocator, PendingCopies
 from compiled_attn.cache.blocks.prefix import (
     TOKEN_BYTES,
     PrefixIndex,
@@ -15,7 +16,6 @@ from compiled_attn.cache.blocks.prefix import (
     check_tokens,
     token_bytes,
 )
-from compiled_attn.cache.blocks.states import BlockAllocator, PendingCopies
 
 __all__ = ["BlockTable"]
 

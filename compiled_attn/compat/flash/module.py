@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -141,19 +141,19 @@ class FlashKVCacheAttention(nn.Module):
         kernel: KernelChoice = "auto",
     ) -> None:
         super().__init__()
-        buffers = {
-            "k_cache": k_cache, "v_cache": v_cache, "rotary_cos": rotary_cos,
-            "rotary_sin": rotary_sin, "alibi_slopes": alibi_slopes,
-        }  # fmt: skip
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        self.register_buffer("k_cache", k_cache, persistent=False)
+        self.register_buffer("v_cache", v_cache, persistent=False)
+        self.register_buffer("rotary_cos", rotary_cos, persistent=False)
+        self.register_buffer("rotary_sin", rotary_sin, persistent=False)
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.softmax_scale = softmax_scale
         self.causal = causal
+        self.window_size = window_size
+        self.softcap = softcap
+        self.rotary_interleaved = rotary_interleaved
+        self.num_splits = num_splits
         self.return_softmax_lse = return_softmax_lse
-        self.options: dict[str, Any] = {
-            "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
-            "softcap": softcap, "rotary_interleaved": rotary_interleaved,
-            "num_splits": num_splits, "kernel": kernel,
-        }  # fmt: skip
+        self.kernel = kernel
 
     def forward(
         self,
@@ -168,10 +168,26 @@ class FlashKVCacheAttention(nn.Module):
         """Appends and attends, as `flash_attn_with_kvcache`."""
         rotates = k is not None
         call = FlashCall(
-            q, self.k_cache, self.v_cache, k, v, self.rotary_cos if rotates else None,
-            self.rotary_sin if rotates else None, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, alibi_slopes=self.alibi_slopes, **self.options,
-        )  # fmt: skip
+            q,
+            self.k_cache,
+            self.v_cache,
+            k,
+            v,
+            self.rotary_cos if rotates else None,
+            self.rotary_sin if rotates else None,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            block_table,
+            self.softmax_scale,
+            self.causal,
+            self.window_size,
+            self.softcap,
+            self.rotary_interleaved,
+            self.alibi_slopes,
+            self.num_splits,
+            kernel=self.kernel,
+        )
         out, lse = forward(call, null_page=True)
         return (out, lse) if self.return_softmax_lse else out
 
