@@ -56,16 +56,15 @@ class _WithRegions(nn.Module):
 class PagedCausalLM(nn.Module):
     """A Hugging Face causal LM whose forward is one engine step over a `PagedKVCache`.
 
-    A trial decides whether the model is served: a forward of three tokens records how each layer
+    A trial decides whether the model is accepted: a forward of three tokens records how each layer
     calls attention; then the logits of two prompts of six tokens, by the unmodified model with
     eager attention, are compared with those of two steps over a small paged cache, and again with
-    the last layer limited to the rows that need logits. That is six forwards of 3 to 12 tokens, and
-    four more for an 8-bit cache, whose logits must be close.
+    the last layer limited to the rows that need logits. An 8-bit cache adds four forwards.
 
     Args:
         model: any causal LM of transformers whose attention goes through `AttentionInterface`;
             its attention implementation is switched to ours, and each decoder layer becomes a
-            region that a graph compiles once. A model that is refused is left unchanged.
+            region that a graph compiles once. A refused model is left unchanged.
         cache: the paged cache, see `cache_for`.
         layout: layout of steps; None: parts, for plain torch.
         packs: chooses the packing of a linear weight ``[N, K]``, see `pack_linears`; None: weights
@@ -79,9 +78,8 @@ class PagedCausalLM(nn.Module):
 
     Raises:
         ModelRefused: a layer does not call attention exactly once per step through
-            `AttentionInterface` (recurrent or convolution layers, custom attention code), or sees
-            other tokens than those before it in a window (chunks, custom masks); or the logits of
-            the paged steps differ from those of the unmodified model.
+            `AttentionInterface`, or sees other tokens than those before it in a window; or the
+            logits of the paged steps differ from those of the unmodified model.
         ValueError: the cache does not fit this model.
 
     Shape:
