@@ -77,7 +77,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
             _replace(model, name, AllReduced(module, ranks.group))
     for each in model.modules():
         if hasattr(each, "num_key_value_groups"):  # read by eager attention
-            each.num_key_value_groups = _local_groups(model, ranks)  # type: ignore[assignment]
+            each.num_key_value_groups = _local_groups(model, ranks)
     return model
 
 

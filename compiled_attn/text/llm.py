@@ -92,7 +92,7 @@ class LLM:
             self.model = load_model(model, dtype, "cpu" if device is None else device)
         else:
             _check_object(model, tokenizer, dtype, device)
-            self.tokenizer = Tokenizer(tokenizer)  # type: ignore[arg-type]
+            self.tokenizer = Tokenizer(tokenizer)
             self.model = served_model(model)
             self._attention = self.model.config._attn_implementation
         self.grammars = Grammars(self.tokenizer)

@@ -30,7 +30,7 @@ def fresh_cache(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
     return {"past_key_values": _Rounded(dtype, {module.layer_idx for module in found})}
 
 
-class _Rounded(DynamicCache):
+class _Rounded(DynamicCache):  # type: ignore[misc]  # Any: mypy does not read transformers
     """Rounds rows ``[..., D]`` to ``element * scale``, with the scale of the row's maximum.
 
     Layers in ``latent`` store latents and rotated keys as one row.
