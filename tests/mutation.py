@@ -159,7 +159,7 @@ def fork_tests(tree: Path, tests: list[str], mutant: Mutant | None) -> int:
 
 
 def poll(pid: int, deadline: float) -> str:
-    """Returns how a child ended, and kills what it left; empty while it runs."""
+    """Returns the result of a child, and kills what it left; empty while it runs."""
     done, status = os.waitpid(pid, os.WNOHANG)
     if not done and time.monotonic() < deadline:
         return ""
@@ -214,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", help="parts of paths of files to change; default: all")
     parser.add_argument("--mutants", type=int, default=12, help="per file")
-    parser.add_argument("--seed", type=int, default=0, help="draws other mutants")
+    parser.add_argument("--seed", type=int, default=0, help="samples other mutants")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     settings = tomllib.loads((ROOT / "tests/mutation.toml").read_text())

@@ -48,8 +48,8 @@ def store(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tens
     scale = rows.float().abs().amax(-1) / LARGEST[dtype]
     scale = torch.where(scale == 0, 1.0, scale)  # zeros, in whatever scale
     scaled = rows.float() / scale[..., None]
-    codes = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
-    return codes, scale, codes.float() * scale[..., None]
+    stored = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    return stored, scale, stored.float() * scale[..., None]
 
 
 def attend(
@@ -238,8 +238,8 @@ class Scene:
         if s.stored not in LARGEST:
             return torch.full((*rows, dim), self.poison, dtype=s.stored), None
         # A byte that is NaN in every fp8; where it is a number, its scale is poison.
-        codes = torch.full((*rows, dim), 0x7F, dtype=torch.uint8).view(s.stored)
-        return codes, torch.full(rows, self.poison)
+        elements = torch.full((*rows, dim), 0x7F, dtype=torch.uint8).view(s.stored)
+        return elements, torch.full(rows, self.poison)
 
     def _store(
         self, cache: Tensor | None, scale: Tensor | None, slots: list[int], rows: Tensor

@@ -12,9 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def test_the_engine_benchmark_without_its_trace_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_engine_benchmark_without_its_trace_is_skipped(monkeypatch, capsys, tmp_path):
     script, trace = BENCHMARKS / "engine.py", tmp_path / "none.jsonl"
     if not script.exists():
         pytest.skip(f"there is no {script}")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import LAYOUTS, LayoutType
-from compiled_attn.models.packed import halved_weights, packable, packed_weights, quantised_weights
+from compiled_attn.models.packed import packable, packed_weights, quantised_weights, widened_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import Packing, as_int8, as_packed
 from compiled_attn.ops.tuning import tuning
@@ -116,7 +116,7 @@ def packs(
             f"expected a model of plain weights for weights {weights!r}, got one that an "
             f"earlier engine made {'int8' if quantised_weights(model) else 'packed'}: load it again"
         )
-    if weights == "packed" and halved_weights(model):
+    if weights == "packed" and widened_weights(model):
         raise ConfigError(
             "expected a model of plain weights for weights 'packed', got one of which an "
             "earlier engine stored float32 in 16 bits: load it again"

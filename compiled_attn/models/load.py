@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_attn.errors import ModelError
+from compiled_attn.errors import ModelError, ModelRefused
 from compiled_attn.models.folder import cannot_read, model_folder
 from graphs.installation import install_command
 
@@ -26,11 +26,9 @@ __all__ = [
     "load_model",
     "quiet_transformers",
     "served_model",
+    "unwrap",
     "usable_device",
 ]
-
-_QUANTISED = {"bitsandbytes", "torchao"}
-"""Methods whose weights cannot be cast."""
 
 
 def default_model(
@@ -40,10 +38,7 @@ def default_model(
 
     4 query heads on 2 KV heads of 64, 4096 tokens, a context of 8192, no end-of-sequence token; the
     global random state is unchanged. The weights are four times wider than usual, so that greedy
-    texts do not loop, and depend on the whole context.
-
-    Returns:
-        ``LlamaForCausalLM`` of ``dtype`` on the device, in evaluation mode, without gradients.
+    texts do not loop, and depend on the whole context. In evaluation mode, without gradients.
 
     Raises:
         ModelError: the device does not exist.
@@ -89,7 +84,7 @@ def load_model(
         device: of the weights.
 
     Returns:
-        the model in ``dtype`` on the device, in evaluation mode, without gradients.
+        the model in evaluation mode, without gradients.
 
     Raises:
         ModelError: no such directory, no causal language model, unreadable or incomplete weights,
@@ -98,9 +93,30 @@ def load_model(
     dtype = torch.float32 if dtype is None else dtype
     there = usable_device(device)
     with quiet_transformers():
+        from transformers import AutoModelForCausalLM
+
         folder = model_folder(path)
-        _refuse_quantised(path, folder)
-        model, info = _from_pretrained(path, folder, dtype)
+        config = _config_of(folder)
+        _refuse_quantised(path, config.get("quantization_config"))
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # a damaged directory fails anywhere in the loading code
+            if config.get("is_encoder_decoder"):
+                kind = config.get("model_type", "unknown type")
+                raise ModelError(
+                    f"model {path}: it is an encoder-decoder ({kind}), expected a decoder-only "
+                    "causal language model: choose another one"
+                ) from error
+            raise cannot_read(path, "it as a causal language model", error) from error
+    model, info = loaded
     unset = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if unset:
         raise ModelError(
@@ -110,21 +126,35 @@ def load_model(
     return _for_serving(model, dtype, there)
 
 
-def served_model(model: Any) -> PreTrainedModel:
-    """Returns the causal LM to serve for a model object, which is not cast, moved or copied.
-
-    Returns:
-        the object, or the model inside of a ``PeftModel``.
+def unwrap(model: Any) -> Any:
+    """Returns the transformers model inside a peft ``PeftModel``; others unchanged.
 
     Raises:
-        ModelRefused: its adapter cannot be served, see `compiled_attn.models.adapters.unwrapped`.
+        ModelRefused: the active adapter is not in the layers, as the wrapper adds prompts and
+            prefixes.
+    """
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return model
+    config = model.peft_config.get(getattr(model, "active_adapter", None))
+    if getattr(config, "is_prompt_learning", False):
+        kind = getattr(config, "peft_type", type(config).__name__)
+        raise ModelRefused(
+            "expected an adapter whose weights are in the layers (such as LoRA), got one of type "
+            f"{kind}, which adds tokens of its own: merge it, or use another adapter"
+        )
+    return model.get_base_model()
+
+
+def served_model(model: Any) -> PreTrainedModel:
+    """Returns a model object, or the model inside a ``PeftModel``, neither cast nor moved.
+
+    Raises:
+        ModelRefused: see `unwrap`.
         TypeError: it is not a model of transformers.
     """
     from transformers import PreTrainedModel
 
-    from compiled_attn.models.adapters import unwrapped
-
-    inside = unwrapped(model)
+    inside = unwrap(model)
     if not isinstance(inside, PreTrainedModel):
         raise TypeError(
             "expected a directory, or a causal language model of transformers, got a "
@@ -139,38 +169,11 @@ def usable_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
         torch.zeros(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        words = f"{error}".splitlines()[0]
+        reason = f"{error}".splitlines()[0]
         raise ModelError(
-            f"expected a device that torch can use here, got {str(device)!r} ({words}): use 'cpu'"
+            f"expected a device that torch can use here, got {str(device)!r} ({reason}): use 'cpu'"
         ) from error
     return found
-
-
-def _from_pretrained(
-    path: str | Path, folder: Path, dtype: torch.dtype
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # a damaged directory fails anywhere in the loading code
-        if _config_of(folder).get("is_encoder_decoder"):
-            kind = _config_of(folder).get("model_type", "unknown type")
-            raise ModelError(
-                f"model {path}: it is an encoder-decoder ({kind}), expected a decoder-only causal "
-                "language model: choose another one"
-            ) from error
-        raise cannot_read(path, "it as a causal language model", error) from error
-    model, info = loaded
-    return model, info
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -181,13 +184,12 @@ def _config_of(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _refuse_quantised(path: str | Path, folder: Path) -> None:
-    given = _config_of(folder).get("quantization_config")
+def _refuse_quantised(path: str | Path, given: Any) -> None:
     if not isinstance(given, dict):
         return
     is_old = given.get("load_in_4bit") or given.get("load_in_8bit")
     method = given.get("quant_method") or ("bitsandbytes" if is_old else None)
-    if method in _QUANTISED:
+    if method in ("bitsandbytes", "torchao"):  # which cannot be cast
         raise ModelError(
             f"model {path}: its weights are quantised by {method}, expected float weights, as "
             "these cannot be cast: use the original model, in int8 by weights='int8' "

@@ -13,7 +13,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,13 @@ from compiled_attn.ops.packed_linear import Packing
 __all__ = [
     "PackedEmbedding",
     "PackedLinear",
-    "halved_weights",
     "hidden_weights",
     "pack_linears",
     "packable",
     "packed_weights",
     "plain_layers",
     "quantised_weights",
+    "widened_weights",
 ]
 
 
@@ -122,8 +122,8 @@ class _Packed(nn.Module):
     def _pack_into(self, name: str, plain: Tensor, packed: Tensor, errors: list[str]) -> None:
         """Packs a plain weight into ``packed``; appends an error if that is impossible."""
         if self.scale is not None:
-            codes, scale = packed_linear.quantise(plain)
-            packed.copy_(codes)
+            integers, scale = packed_linear.quantise(plain)
+            packed.copy_(integers)
             self.scale.copy_(scale)
             return
         single = plain.to(packed.device, torch.float32)
@@ -137,14 +137,9 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """A linear layer that calls the op ``packed_linear``.
+    """A linear layer that calls the op ``packed_linear``; replaces ``linear``, which is packed.
 
-    Args:
-        linear: the layer that it replaces, whose weight is packed.
-        stored: the weight's integers, scale and trap if the parameter does not store them.
-
-    Shape:
-        - forward(``[..., in_features]``) -> ``[..., out_features]``
+    ``stored``: the weight's integers, scale and trap if the parameter does not store them.
     """
 
     def __init__(self, linear: nn.Linear, *stored: Any) -> None:
@@ -192,15 +187,7 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """An embedding that shares its weight with a packed head.
-
-    Args:
-        embedding: the layer that it replaces, whose weight is packed.
-        stored: as for `PackedLinear`.
-
-    Shape:
-        - forward(ids ``[...]``) -> ``[..., embedding_dim]``
-    """
+    """An embedding that shares its weight with a packed head; see `PackedLinear`."""
 
     def __init__(self, embedding: nn.Embedding, *stored: Any) -> None:
         super().__init__(embedding.weight, *stored)
@@ -246,10 +233,14 @@ def pack_linears(
         chosen = packing(parameter)
         if chosen is None:
             continue
-        uses = owners[parameter.data_ptr()]
+        modules = [module for _, module in owners[parameter.data_ptr()]]
         stored = _store(parameter, chosen, trap, undo)
-        for _, module in uses:
-            _replace(module, stored, parents[id(module)], undo)
+        for module in modules:
+            kind: Any = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
+            layer: nn.Module = kind(module, *stored).train(module.training)
+            for children, name in parents[id(module)]:
+                undo.callback(children.__setitem__, name, module)
+                children[name] = layer
 
 
 @contextlib.contextmanager
@@ -278,7 +269,7 @@ def quantised_weights(model: nn.Module) -> int:
     return _count(model, lambda layer: layer.scale is not None)
 
 
-def halved_weights(model: nn.Module) -> int:
+def widened_weights(model: nn.Module) -> int:
     """Number of weights in a model that are the upper halves of float32."""
     return _count(model, lambda layer: layer.single is not None)
 
@@ -334,13 +325,10 @@ def _is_plain(module: nn.Module) -> bool:
     return is_embedding or type(module) is nn.Linear
 
 
-_Stored: TypeAlias = "tuple[Tensor | None, Tensor | None, WriteTrap | None]"
-"""The integers of a weight, their scale and what hides the parameter, or None."""
-
-
 def _store(
     parameter: Parameter, packing: Packing, trap: WriteTrap, undo: contextlib.ExitStack
-) -> _Stored:
+) -> tuple[Tensor | None, Tensor | None, WriteTrap | None]:
+    """Packs a weight; returns its integers, their scale and what hides the parameter, or None."""
     plain = parameter.detach()
     if packing == "packed":
         undo.callback(_unpack, parameter)
@@ -358,20 +346,6 @@ def _store(
     parameter.requires_grad_(False)
     trap.hide(parameter)
     return packed, scale, trap
-
-
-def _replace(
-    module: nn.Module,
-    stored: _Stored,
-    uses: list[tuple[dict[str, Any], str]],
-    undo: contextlib.ExitStack,
-) -> None:
-    kind: Any = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
-    packed: nn.Module = kind(module, *stored)
-    packed.train(module.training)
-    for children, name in uses:
-        undo.callback(children.__setitem__, name, module)
-        children[name] = packed
 
 
 def _unpack(parameter: Parameter) -> None:

@@ -50,9 +50,9 @@ def test_one_command_writes_results_for_every_case_and_backend(tmp_path, python)
     for row in written["attention"]:
         assert {"op", "copy", "sdpa", "gather"} <= set(row["seconds"])
         assert set(row["skipped"]) == {"varlen", "flex"}, "each with its reason"
-    (served,) = json.loads((folder / "gpu_serving.json").read_text())["serving"]
-    assert (served["backend"], served["kernel"]) == ("eager", "native") and served["speed"] > 0
-    assert served["steps_ahead"] and served["compiles_after_warmup"] == 0
+    (row,) = json.loads((folder / "gpu_serving.json").read_text())["serving"]
+    assert (row["backend"], row["kernel"]) == ("eager", "native") and row["speed"] > 0
+    assert row["steps_ahead"] and row["compiles_after_warmup"] == 0
     assert "decode 3 x 32" in (folder / "gpu_attention.txt").read_text()
     assert "tokens/s" in (folder / "gpu_serving.txt").read_text()
 

@@ -204,6 +204,6 @@ def test_ours_and_generate_batch_serve_the_tokens_of_generate():
     engine.warmup()
     prompts, new = REQUESTS.prompts(128, seed=0), REQUESTS.new
     plain = tiny_model()
-    wanted = [plain_generate(plain, *each) for each in zip(prompts, new, strict=True)]
-    assert serving(engine)(prompts, new) == wanted
-    assert generate_batch(tiny_model(), 64)(prompts, new) == wanted
+    expected = [plain_generate(plain, *each) for each in zip(prompts, new, strict=True)]
+    assert serving(engine)(prompts, new) == expected
+    assert generate_batch(tiny_model(), 64)(prompts, new) == expected

@@ -5,7 +5,7 @@
 // tensors of two devices in one call, copies in either direction, and waiting for the device.
 //
 // A copy that nobody waits for (non_blocking) has the device's order, but is as late as it may be:
-// what it brings to the host shows only at a wait behind it, and the host must leave alone what it
+// what it brings to the host shows only at a later wait, and the host must leave alone what it
 // reads until then; where it does not, the copy counts as torn.
 
 #include <ATen/EmptyTensor.h>
@@ -106,7 +106,7 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
   void synchronizeDevice(c10::DeviceIndex device) const override { wait({kDevice, device}); }
   void synchronizeStream(const c10::Stream& stream) const override { wait(stream.device()); }
 
-  // To wait for what was recorded behind a late copy from the device is part of that copy.
+  // To wait for what was recorded after a late copy from the device is part of that copy.
   struct Event {
     c10::DeviceIndex device = 0;
     int64_t sent = 0;
@@ -163,7 +163,7 @@ bool is_ours(const at::Tensor& tensor) {
 // Tensors of the CPU over the memory of ours, for one call.
 class Aliases {
  public:
-  // The device of the call: that of its tensors, or what it asks for.
+  // The device of the call: that of its tensors, or the one it names.
   void on(c10::Device device) {
     TORCH_CHECK(device_ < 0 || device_ == index_of(device),
                 "fake_device: expected all tensors on one device, got fake_device:", int(device_),
@@ -216,10 +216,10 @@ class Aliases {
  private:
   // Memory that the CPU has allocated becomes that of the device.
   void take(const c10::Storage& ours, const c10::Storage& host) {
-    auto* kept = new c10::Storage(host);
+    auto* owner = new c10::Storage(host);
     void* memory = const_cast<void*>(host.data());
     ours.unsafeGetStorageImpl()->set_data_ptr_noswap(
-        c10::DataPtr(memory, kept, [](void* held) { delete static_cast<c10::Storage*>(held); },
+        c10::DataPtr(memory, owner, [](void* held) { delete static_cast<c10::Storage*>(held); },
                      c10::Device(kDevice, device_ < 0 ? current : device_)));
     ours.unsafeGetStorageImpl()->set_nbytes(host.nbytes());
   }

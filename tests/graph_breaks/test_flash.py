@@ -78,7 +78,7 @@ def module(
 
 
 @pytest.mark.parametrize("queries", slow_but((24,), (1, 24)))
-def test_two_buckets_are_exactly_two_full_graphs(queries: int) -> None:
+def test_two_buckets_are_exactly_two_full_graphs(queries):
     counter = CompileCounter()
     compiled = torch.compile(module(), backend=counter, fullgraph=True, dynamic=False)
     for seed in range(3):
@@ -87,7 +87,7 @@ def test_two_buckets_are_exactly_two_full_graphs(queries: int) -> None:
     assert counter.frame_count == 2
 
 
-def test_an_int_length_that_grows_does_not_compile_each_step() -> None:
+def test_an_int_length_that_grows_does_not_compile_each_step():
     counter = CompileCounter()
     compiled = torch.compile(flash_attn_with_kvcache, backend=counter, fullgraph=True)
     case = Case(new=1, capacity=40, lengths=[0, 0]).make()
@@ -98,7 +98,7 @@ def test_an_int_length_that_grows_does_not_compile_each_step() -> None:
 
 @pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager")))
 @pytest.mark.parametrize("seed", range(6))
-def test_compiled_calls_equal_the_reference_and_show_their_writes(backend: str, seed: int) -> None:
+def test_compiled_calls_equal_the_reference_and_show_their_writes(backend, seed):
     sizes: dict[str, Any] = [
         {"page_size": 4, "new": 1, "causal": True},
         {"page_size": 3, "new": 2, "queries": 5, "leftpad": True, "batch_idx": True, "splits": 3},
@@ -125,7 +125,7 @@ def test_compiled_calls_equal_the_reference_and_show_their_writes(backend: str, 
         ),
     ],
 )
-def test_inductor_equals_the_reference_and_shows_its_writes(sizes: dict[str, Any]) -> None:
+def test_inductor_equals_the_reference_and_shows_its_writes(sizes):
     compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True)
     assert_equals_reference(Case(seed=3, **sizes).make(), compiled)
 
@@ -147,7 +147,7 @@ def assert_equals_reference(case: Case, compiled: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", slow_but(("inductor",), ("aot_eager", "inductor")))
-def test_bad_numbers_fail_in_a_compiled_graph_before_anything_is_written(backend: str) -> None:
+def test_bad_numbers_fail_in_a_compiled_graph_before_anything_is_written(backend):
     attention = module()
     before = attention.k_cache.clone()
     compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=False)
@@ -170,7 +170,7 @@ def test_bad_numbers_fail_in_a_compiled_graph_before_anything_is_written(backend
     assert not torch.equal(attention.k_cache, before)
 
 
-def test_it_exports_and_keeps_its_assertions() -> None:
+def test_it_exports_and_keeps_its_assertions():
     attention, given = module(), inputs(2, 3)
     expected = module()(*given)[0]
     exported = torch.export.export(attention, given[:5]).module()
@@ -179,7 +179,7 @@ def test_it_exports_and_keeps_its_assertions() -> None:
         exported(*given._replace(cache_seqlens=torch.tensor([12, 0], dtype=torch.int32))[:5])
 
 
-def test_a_row_that_is_not_there_fails_in_a_compiled_graph() -> None:
+def test_a_row_that_is_not_there_fails_in_a_compiled_graph():
     case = Case(new=1, batch_idx=True).make()
     before = case.bits()
     compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
@@ -189,7 +189,7 @@ def test_a_row_that_is_not_there_fails_in_a_compiled_graph() -> None:
     assert torch.equal(case.bits(), before)
 
 
-def test_without_dynamic_false_two_graphs_serve_every_bucket() -> None:
+def test_without_dynamic_false_two_graphs_serve_every_bucket():
     # The second bucket makes Dynamo's graph of symbolic sizes, and that serves the others.
     counter = CompileCounter()
     compiled = torch.compile(flash_attn_with_kvcache, backend=counter, fullgraph=True)
@@ -202,20 +202,20 @@ def test_without_dynamic_false_two_graphs_serve_every_bucket() -> None:
     assert counter.frame_count == 2
 
 
-def test_interleaved_views_of_open_sizes_equal_the_reference() -> None:
+def test_interleaved_views_of_open_sizes_equal_the_reference():
     function = flash_attn_with_kvcache
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     assert_equals_reference(Case(seed=1, new=2, storage="interleaved heads").make(), compiled)
 
 
-def test_a_cache_of_its_own_is_updated_by_index_put_alone() -> None:
+def test_a_cache_of_its_own_is_updated_by_index_put_alone():
     # Inductor does this update in place: see the buffers that it allocates, below.
     assert cache_sized(aot_graph(module(), *inputs(2, 3)), CACHE) == ["index_put", "index_put"]
 
 
 @pytest.mark.parametrize("kind", STORAGE)
 @pytest.mark.parametrize("inside", [False, True])
-def test_views_are_updated_by_the_op_and_never_scattered_back(kind: str, inside: bool) -> None:
+def test_views_are_updated_by_the_op_and_never_scattered_back(kind, inside):
     function, base = over_views(kind, inside)
     ops = cache_sized(aot_graph(function, base, *inputs(2, 3)), CACHE)
     assert ops and set(ops) == {"getitem"}  # what the op gives back
@@ -240,7 +240,7 @@ def over_views(kind: str, inside: bool) -> tuple[Callable[..., Any], Any]:
 @pytest.mark.parametrize(
     "kind", slow_but(("of its own", "fused"), ("of its own", "fused", "fused, inside"))
 )
-def test_inductor_allocates_nothing_of_the_size_of_the_cache(kind: str) -> None:
+def test_inductor_allocates_nothing_of_the_size_of_the_cache(kind):
     given = inputs(2, 3)
     if kind == "of its own":
         attention = module()
@@ -263,7 +263,7 @@ class Snapshot(expecttest.TestCase):
         noise = {"_set_grad_enabled", "getitem", "getattr"}
         return textwrap.fill(" ".join(name for name in names if name not in noise), 90)
 
-    def test_a_native_decode_step_is_captured_as_recorded(self) -> None:
+    def test_a_native_decode_step_is_captured_as_recorded(self):
         self.assertExpectedInline(
             self.captured(module(kernel="native"), *inputs(2, 3)),
             """\

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,7 +93,7 @@ def assert_a_step_equals_the_reference(attention: PagedAttention, run: Any, seed
 
 @pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
 @pytest.mark.parametrize("partition", slow_but((32,), (None, 32)))
-def test_two_buckets_are_exactly_two_full_graphs(layout: str, partition: int | None) -> None:
+def test_two_buckets_are_exactly_two_full_graphs(layout, partition):
     counter = CompileCounter()
     attention = module(layout, partition=partition)
     compiled = torch.compile(attention, backend=counter, fullgraph=True, dynamic=False)
@@ -105,7 +104,7 @@ def test_two_buckets_are_exactly_two_full_graphs(layout: str, partition: int | N
 
 
 @pytest.mark.parametrize("function", [paged_attention_v1, paged_attention_v2])
-def test_each_function_is_one_full_graph_for_a_bucket(function: Callable[..., Tensor]) -> None:
+def test_each_function_is_one_full_graph_for_a_bucket(function):
     counter = CompileCounter()
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=False)
     for width in (1, 3):
@@ -117,7 +116,7 @@ def test_each_function_is_one_full_graph_for_a_bucket(function: Callable[..., Te
 
 
 @pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
-def test_without_dynamic_false_two_graphs_serve_every_bucket(layout: str) -> None:
+def test_without_dynamic_false_two_graphs_serve_every_bucket(layout):
     # The second bucket makes Dynamo's graph of symbolic sizes, and that serves the others.
     counter = CompileCounter()
     attention = module(layout)
@@ -133,7 +132,7 @@ def test_without_dynamic_false_two_graphs_serve_every_bucket(layout: str) -> Non
 
 @pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager")))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_equals_the_reference_and_shows_its_writes(backend: str, layout: str) -> None:
+def test_a_step_equals_the_reference_and_shows_its_writes(backend, layout):
     attention = module(layout)
     compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=False)
     for seed in range(3):
@@ -152,8 +151,8 @@ def test_a_step_equals_the_reference_and_shows_its_writes(backend: str, layout: 
     ],
 )
 def test_inductor_equals_the_reference_and_stores_nothing_of_the_size_of_the_keys(
-    layout: str, heads: int, rows: int, width: int
-) -> None:
+    layout, heads, rows, width
+):
     attention = module(layout)
     compiled = torch.compile(attention, fullgraph=True, dynamic=False)
     given = inputs(rows, width, heads=heads)
@@ -168,7 +167,7 @@ def test_inductor_equals_the_reference_and_stores_nothing_of_the_size_of_the_key
     assert max(numels) <= gathered // 2 < CACHE
 
 
-def test_captured_by_graphs_it_equals_the_reference() -> None:
+def test_captured_by_graphs_it_equals_the_reference():
     attention = module("packed", partition=32)
     with torch.no_grad():
         graph = capture(attention, inputs(3, 5, seed=7), backend="inductor")
@@ -177,7 +176,7 @@ def test_captured_by_graphs_it_equals_the_reference() -> None:
 
 
 @pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager", "inductor")))
-def test_the_second_version_equals_float64_attention(backend: str) -> None:
+def test_the_second_version_equals_float64_attention(backend):
     step = Step(lengths=(70, 0, 513, 512), block_size=32, alibi=True, poison=math.inf).make()
     compiled = torch.compile(paged_attention_v2, backend=backend, fullgraph=True, dynamic=False)
     out, partials = torch.full_like(step.query, math.nan), step.partials(PARTITION)
@@ -190,7 +189,7 @@ def test_the_second_version_equals_float64_attention(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", slow_but(("inductor",), ("aot_eager", "inductor")))
-def test_quantised_caches_of_half_precision_models_are_exact(backend: str) -> None:
+def test_quantised_caches_of_half_precision_models_are_exact(backend):
     scales = {"k_scale": torch.tensor([0.03, 0.05]), "v_scale": torch.tensor(0.04)}
     step = Step(lengths=(70, 0, 9), kv_cache_dtype="fp8", dtype=torch.bfloat16, **scales).make()
     compiled = torch.compile(paged_attention_v1, backend=backend, fullgraph=True, dynamic=False)
@@ -200,7 +199,7 @@ def test_quantised_caches_of_half_precision_models_are_exact(backend: str) -> No
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
-def test_quantised_tokens_are_written_as_eagerly(kv_cache_dtype: str) -> None:
+def test_quantised_tokens_are_written_as_eagerly(kv_cache_dtype):
     compiled = torch.compile(reshape_and_cache, backend="aot_eager", fullgraph=True, dynamic=False)
     stored = CODES.get(kv_cache_dtype, torch.int8)
     both = [caches("packed", 5, 4, KV_HEADS, DIM, stored) for _ in range(2)]
@@ -214,7 +213,7 @@ def test_quantised_tokens_are_written_as_eagerly(kv_cache_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("backend", slow_but(("inductor",), ("aot_eager", "inductor")))
-def test_a_row_that_cannot_be_served_is_nan_and_no_other_is_touched(backend: str) -> None:
+def test_a_row_that_cannot_be_served_is_nan_and_no_other_is_touched(backend):
     compiled = torch.compile(paged_attention_v1, backend=backend, fullgraph=True, dynamic=False)
     step = Step(lengths=(5, 0, 9, 8, 4, 2), extra_width=0).make()
     expected = step.expected()
@@ -233,7 +232,7 @@ def test_a_row_that_cannot_be_served_is_nan_and_no_other_is_touched(backend: str
 @pytest.mark.parametrize(
     "slots", slow_but(([-1, 3, 80],), ([-1, 3, 80], [-1, -1, 80], [79, -5, 0]))
 )
-def test_slots_outside_of_the_cache_are_not_written(layout: str, slots: list[int]) -> None:
+def test_slots_outside_of_the_cache_are_not_written(layout, slots):
     compiled = torch.compile(reshape_and_cache, backend="aot_eager", fullgraph=True, dynamic=False)
     both = caches(layout, 5, 16, KV_HEADS, DIM, torch.float32)
     expected = [cache.clone() for cache in both]
@@ -246,7 +245,7 @@ def test_slots_outside_of_the_cache_are_not_written(layout: str, slots: list[int
         assert torch.equal(cache, right)
 
 
-def test_a_wider_bucket_changes_results_by_rounding_only() -> None:
+def test_a_wider_bucket_changes_results_by_rounding_only():
     attention = module()
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
     query, tables, lengths = inputs(3, 5)[:3]
@@ -258,7 +257,7 @@ def test_a_wider_bucket_changes_results_by_rounding_only() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_updates_each_cache_by_index_put_alone(layout: str) -> None:
+def test_a_step_updates_each_cache_by_index_put_alone(layout):
     # Inductor does these two in place: see the buffers that it allocates, above.
     assert cache_sized(aot_graph(module(layout), *inputs(2, 8)), CACHE) == [
         "index_put",
@@ -267,11 +266,11 @@ def test_a_step_updates_each_cache_by_index_put_alone(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", slow_but(("packed", "HND"), LAYOUTS))
-def test_attention_without_a_write_makes_nothing_of_the_size_of_the_cache(layout: str) -> None:
+def test_attention_without_a_write_makes_nothing_of_the_size_of_the_cache(layout):
     assert cache_sized(aot_graph(module(layout), *inputs(2, 8)[:3]), CACHE) == []
 
 
-def test_the_native_kernel_is_one_op_of_a_full_graph() -> None:
+def test_the_native_kernel_is_one_op_of_a_full_graph():
     graph = aot_graph(module("HND", kernel="native"), *inputs(2, 8)[:3])
     ops = [str(node.target) for node in calls(graph)]
     assert sum("paged_attention" in op for op in ops) == 1 and cache_sized(graph, CACHE) == []
@@ -295,20 +294,20 @@ def fused_module(kind: str) -> PagedAttention:
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_caches_in_one_buffer_are_written_by_the_op_and_not_scattered_back(kind: str) -> None:
+def test_caches_in_one_buffer_are_written_by_the_op_and_not_scattered_back(kind):
     ops = cache_sized(aot_graph(fused_module(kind), *inputs(2, 8)), CACHE)
     assert ops
     assert set(ops) == {"getitem"}  # what the op gives back
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_caches_in_one_buffer_equal_the_reference(kind: str) -> None:
+def test_caches_in_one_buffer_equal_the_reference(kind):
     attention = fused_module(kind)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
     assert_a_step_equals_the_reference(attention, compiled)
 
 
-def test_inductor_does_not_copy_caches_in_one_buffer() -> None:
+def test_inductor_does_not_copy_caches_in_one_buffer():
     attention = fused_module("fused")
     given = inputs(2, 8)
     out, *cached = by_reference(attention, given)

@@ -34,8 +34,8 @@ def a_swap(layers: int = 2, **options: Any) -> tuple[BlockSwap, PagedKVCache]:
 
 
 def lists(pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
-    places = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(pairs)) + 1
-    return places[:pairs].clone(), places[pairs : 2 * pairs].clone()
+    ids = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(pairs)) + 1
+    return ids[:pairs].clone(), ids[pairs : 2 * pairs].clone()
 
 
 @pytest.mark.parametrize("name", ["forward", "overwrite"])
@@ -70,14 +70,14 @@ def test_inductor_makes_buffers_of_the_pad_size_to_exchange_and_none_to_move(one
     report, codes = run_and_get_code(swap.warmup)
     assert report.compiles == len(codes) == 2
     # One side of an exchange is gathered for each tensor. A move needs nothing: no destination is a
-    # source, so blocks go straight from place to place.
+    # source, so blocks are copied directly.
     assert [made(code) for code in codes] == [[(PAIRS, WORDS)] * 4, []]
     for code in codes:
         loops = loop_ends(code)
         assert set(loops) >= {PAIRS, WORDS}
         assert not [size for size in loops if size >= BLOCKS]
         assert "copy_(" not in code.replace("index_copy_", "")
-    sources, destinations = (places.tolist() for places in lists())
+    sources, destinations = (ids.tolist() for ids in lists())
     swap.swap(list(zip(sources, destinations, strict=True)))
     for tensor, old in zip(cache.buffers(), before, strict=True):
         new = tensor.unflatten(0, (BLOCKS, SIZE))
@@ -94,7 +94,7 @@ def made(code: str) -> list[tuple[int, ...]]:
 
 
 class TestSnapshot(expecttest.TestCase):
-    def test_operations_of_an_exchange(self) -> None:
+    def test_operations_of_an_exchange(self):
         self.assertExpectedInline(
             captured(a_swap(layers=1)[0]),
             """\
@@ -108,7 +108,7 @@ index_copy_ int64[331, 64]
 index_copy_ int64[331, 64]""",
         )
 
-    def test_operations_of_a_move(self) -> None:
+    def test_operations_of_a_move(self):
         self.assertExpectedInline(
             captured(a_swap(layers=1)[0].overwrite),
             """\

@@ -50,15 +50,15 @@ def _described(graph: GraphModule) -> str:
     )
 
 
-def test_the_graph_is_whole_and_leaves_every_size_of_a_bucket_open() -> None:
+def test_the_graph_is_whole_and_leaves_every_size_of_a_bucket_open():
     load()
     graphs: list[str] = []
 
-    def keep(graph: GraphModule, _: Any) -> Any:
+    def record(graph: GraphModule, _: Any) -> Any:
         graphs.append(_described(graph))
         return graph.forward
 
-    backend = InductorBackend("kept", keep)
+    backend = InductorBackend("recording", record)
     manager = WarmupManager(attend, SPACE, inputs_of, backend=backend, symbolic=AXES)
     report = manager.warmup()
     assert report.graphs == report.compiles == len(graphs) == 1

@@ -123,8 +123,8 @@ def _assert_equals_oracle(case: Case, module: Step, run: Any, seed: int) -> None
     for name, before in scene.caches.items():
         if before is None:
             continue
-        codes, scales, _ = store(inputs[1 if "key" in name else 2][:tokens], case.shape.stored)
-        written = scales if "scale" in name else codes
+        stored, scales, _ = store(inputs[1 if "key" in name else 2][:tokens], case.shape.stored)
+        written = scales if "scale" in name else stored
         after = module.own(name)
         assert torch.equal(_bytes(after[slots[:tokens]]), _bytes(written)), name
         assert torch.equal(_bytes(after[untouched]), _bytes(before[untouched])), name

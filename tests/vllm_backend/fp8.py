@@ -2,7 +2,7 @@
 
     VLLM_PYTHON tests/vllm_backend/fp8.py
 
-The largest error for each type of codes, as a line of JSON; scales other than one, a window.
+The largest error for each fp8 dtype, as a line of JSON; scales other than one, a window.
 """
 
 from __future__ import annotations

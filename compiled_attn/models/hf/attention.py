@@ -69,14 +69,9 @@ def expansion_weight(module: Any) -> Tensor:
 
 
 def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the query in the space of the latents, and the projection back to values.
+    """Moves queries into the space of the latents; returns also the projection back to values.
 
-    Args:
-        module: attention module with latents and H heads.
-        query: ``[1, H, T, nope + rope]``.
-
-    Returns:
-        ``[1, H, T, R + rope]``; the value projection ``[H, R, Dv]``.
+    ``[1, H, T, nope + rope]`` -> ``[1, H, T, R + rope]``, ``[H, R, Dv]``.
     """
     nope, rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
     weight = expansion_weight(module).unflatten(0, (query.shape[1], -1))
@@ -100,12 +95,6 @@ class PagedLayer(NamedTuple):
     value: Tensor | None
     key_scale: Tensor | None
     value_scale: Tensor | None
-
-    def for_window(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
-        """Returns the metadata for a window, and the window if the metadata does not include it."""
-        if window in self.by_window:
-            return self.by_window[window], None
-        return self.by_window[None], window
 
 
 class LogitsRows(NamedTuple):
@@ -152,11 +141,6 @@ class PagedStep:
             by_window |= {window: metadata.windowed(window) for window in windows}
         return PagedStep(cache, by_window)
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return len(self.by_window[None].slot_mapping)
-
     def of_layer(self, layer: int) -> PagedLayer:
         """Returns the step as a layer of the cache sees it."""
         cache = self.cache
@@ -191,7 +175,6 @@ def paged_attention_forward(
             are ``[1, 1, T, R + rope]``.
         attention_mask: must be None: ``paged`` determines visibility. Or the step itself, from
             layers that do not forward keywords.
-        scaling, dropout, sliding_window, softcap, s_aux: as the model passes them.
         paged: the step.
 
     Returns:
@@ -219,27 +202,27 @@ def paged_attention_forward(
     projection = None
     if value_slots is None:
         query, projection = absorb(module, query)
-    metadata, window = paged.for_window(sliding_window)
-    given = (
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        None if value_slots is None else value[0].transpose(0, 1),
+    metadata = paged.by_window.get(sliding_window)
+    if metadata is not None:
+        sliding_window = None  # which the metadata includes
+    else:
+        metadata = paged.by_window[None]
+    queries, keys, values = [each[0].transpose(0, 1) for each in (query, key, value)]
+    if paged.only_writes:
+        write_slots(key_slots, keys, metadata.slot_mapping, key_scale)
+        if value_slots is not None:
+            write_slots(value_slots, values, metadata.slot_mapping, value_scale)
+        dim = (value if projection is None else projection).shape[-1]
+        return query.new_zeros(1, *queries.shape[:2], dim), None
+    out = unified_attention(
+        queries,
+        keys,
+        None if value_slots is None else values,
         key_slots,
         value_slots,
-    )
-    if paged.only_writes:
-        slots, dim = metadata.slot_mapping, value.shape[-1]
-        write_slots(key_slots, given[1], slots, key_scale)
-        if value_slots is not None:
-            write_slots(value_slots, value[0].transpose(0, 1), slots, value_scale)
-        if projection is not None:
-            dim = projection.shape[-1]
-        return query.new_zeros(1, query.shape[2], query.shape[1], dim), None
-    out = unified_attention(
-        *given,
         scaling,
         metadata,
-        sliding_window=window,
+        sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
         key_scale=key_scale,

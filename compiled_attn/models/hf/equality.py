@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelRefused
-from compiled_attn.models.hf.refused import plain_attention, refused
+from compiled_attn.models.hf.refusal import failure, plain_attention, refusal
 from compiled_attn.step import BatchBuilder, Request, StepLayout
 
 __all__ = ["TriedModel", "check_equal", "check_near", "plain_logits", "small_cache", "step_logits"]
@@ -83,10 +83,9 @@ def plain_logits(model: PreTrainedModel) -> Tensor:
         with plain_attention(model, "eager"), torch.no_grad():
             logits: Tensor = model(input_ids=_prompts(model), use_cache=False).logits
     except Exception as error:
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise refused(model, f"that fails by itself on {_LENGTH} tokens ({words})") from error
+        raise failure(model, f"by itself on {_LENGTH} tokens", error) from error
     if not logits.isfinite().all():
-        raise refused(model, f"whose logits are not finite on {_LENGTH} random tokens")
+        raise refusal(model, f"whose logits are not finite on {_LENGTH} random tokens")
     return logits
 
 
@@ -98,40 +97,38 @@ def check_equal(paged: TriedModel, expected: Tensor, *, last_only: bool = False)
     A quantised cache is tried after one of the model's own dtype, so that its larger rounding does
     not hide a mistake.
     """
-    distance = _distances(*_through(paged, expected.dtype, expected, last_only)).max().item()
+    distance = _distances(paged, expected.dtype, expected, last_only).max().item()
     if not distance <= (bound := _ROUNDING.get(expected.dtype, _SINGLE)):
         raise ModelRefused(
             f"expected a model with the same logits through the paged cache as by itself, got a "
             f"{type(paged.model).__name__} that computes others: they differ by {distance:.1e} of "
             f"their spread, more than {bound:.0e}"
         )
-    if not paged.cache.is_quantised:
-        return
-    dtype = paged.cache.dtype
-    distance = _distances(*_through(paged, dtype, expected, last_only)).median().item()
-    if not distance <= _QUANTISED:
-        raise ModelRefused(
-            f"expected a model that tolerates keys and values in {dtype}, got a "
-            f"{type(paged.model).__name__} whose logits change by {distance:.1e} of their "
-            f"spread, more than {_QUANTISED:.0e}: use its own dtype (kv_dtype 'auto')"
-        )
+    if paged.cache.is_quantised:
+        dtype = paged.cache.dtype
+        distances = _distances(paged, dtype, expected, last_only)
+        remedy = "use its own dtype (kv_dtype 'auto')"
+        _check_median(paged, distances, f"keys and values in {dtype}", remedy)
 
 
 def check_near(paged: TriedModel, expected: Tensor) -> None:
     """Raises ModelRefused unless quantised weights give logits close to ``[2, 6, vocab]``."""
-    distance = _distances(*_through(paged, expected.dtype, expected)).median().item()
-    if not distance <= _QUANTISED:
+    distances = _distances(paged, expected.dtype, expected)
+    _check_median(paged, distances, "weights of int8", "use weights 'auto'")
+
+
+def _check_median(paged: TriedModel, distances: Tensor, what: str, remedy: str) -> None:
+    if not (distance := distances.median().item()) <= _QUANTISED:
         raise ModelRefused(
-            f"expected a model that tolerates weights of int8, got a {type(paged.model).__name__} "
-            f"whose logits change by {distance:.1e} of their spread, more than "
-            f"{_QUANTISED:.0e}: use weights 'auto'"
+            f"expected a model that tolerates {what}, got a {type(paged.model).__name__} whose "
+            f"logits change by {distance:.1e} of their spread, more than {_QUANTISED:.0e}: {remedy}"
         )
 
 
-def _through(
+def _distances(
     paged: TriedModel, dtype: torch.dtype, expected: Tensor, last_only: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Returns logits ``[L, vocab]`` of two steps over a small cache, and the expected ones."""
+) -> Tensor:
+    """Returns how far each row of logits of two steps over a small cache is from the expected."""
     actual, plain = [], []
     cache = small_cache(paged.cache, _NUM_BLOCKS, _BLOCK_SIZE, dtype)
     prompts = _prompts(paged.model).tolist()
@@ -148,16 +145,11 @@ def _through(
         if given.shape != compared.shape:
             raise ValueError(f"logits {[*given.shape]} instead of {[*compared.shape]}")
     except Exception as error:
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise refused(paged.model, f"that fails on a flattened step ({words})") from error
-    return given, compared
-
-
-def _distances(actual: Tensor, expected: Tensor) -> Tensor:
-    """Difference of each row, relative to its spread."""
-    rows, plain = actual.double(), expected.double()
-    spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1)
-    distances: Tensor = (rows - plain).norm(dim=-1) / spread.clamp_min(1e-30)
+        raise failure(paged.model, "on a flattened step", error) from error
+    # The difference of each row, relative to its spread.
+    rows, plain_rows = given.double(), compared.double()
+    spread = (plain_rows - plain_rows.mean(-1, keepdim=True)).norm(dim=-1)
+    distances: Tensor = (rows - plain_rows).norm(dim=-1) / spread.clamp_min(1e-30)
     return distances
 
 

@@ -35,13 +35,9 @@ def call_through(
 ) -> None:
     """Wraps the forward of a decoder layer, which then gets the step as this layer sees it.
 
-    Args:
-        layer: a decoder layer.
-        place: its index among the decoder layers.
-        number: its layer in the cache; None: it does not have exactly one attention, and each looks
-            up its own.
-        region: how to call it, see `layer_region`.
-        is_last: compute only the rows that need logits, if the step names them.
+    ``place`` is its index among the decoder layers, ``number`` its layer in the cache; None: it
+    does not have exactly one attention, and each looks up its own. The last layer computes only
+    the rows that need logits, if the step names them.
     """
     plain = region.function
 
@@ -127,10 +123,11 @@ def _for_logits(forward: Callable[..., Any]) -> Callable[..., Any]:
         writing = replace(step, only_writes=True, regions=None, packed=None)
         forward(layer, *args, **{**kwargs, "paged": writing})
         rows, few = step.logits
-        args = tuple(_select(value, rows, step.num_tokens) for value in args[:1]) + args[1:]
+        tokens = len(step.by_window[None].slot_mapping)
+        args = tuple(_select(value, rows, tokens) for value in args[:1]) + args[1:]
         for name in _PER_TOKEN:
             if name in kwargs:
-                kwargs[name] = _select(kwargs[name], rows, step.num_tokens)
+                kwargs[name] = _select(kwargs[name], rows, tokens)
         return forward(layer, *args, **{**kwargs, "paged": few})
 
     return call

@@ -29,10 +29,10 @@ from compiled_attn.models.hf.region_keys import region_keys, relate_sizes, witho
 from compiled_attn.models.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.models.hf.snapshot import Snapshot
 from compiled_attn.models.packed import (
-    halved_weights,
     pack_linears,
     packed_weights,
     quantised_weights,
+    widened_weights,
 )
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing
@@ -56,16 +56,15 @@ class _WithRegions(nn.Module):
 class PagedCausalLM(nn.Module):
     """A Hugging Face causal LM whose forward is one engine step over a `PagedKVCache`.
 
-    A trial decides whether the model is served: a forward of three tokens records how each layer
+    A trial decides whether the model is accepted: a forward of three tokens records how each layer
     calls attention; then the logits of two prompts of six tokens, by the unmodified model with
     eager attention, are compared with those of two steps over a small paged cache, and again with
-    the last layer limited to the rows that need logits. That is six forwards of 3 to 12 tokens, and
-    four more for an 8-bit cache, whose logits must be close.
+    the last layer limited to the rows that need logits. An 8-bit cache adds four forwards.
 
     Args:
         model: any causal LM of transformers whose attention goes through `AttentionInterface`;
             its attention implementation is switched to ours, and each decoder layer becomes a
-            region that a graph compiles once. A model that is refused is left unchanged.
+            region that a graph compiles once. A refused model is left unchanged.
         cache: the paged cache, see `cache_for`.
         layout: layout of steps; None: parts, for plain torch.
         packs: chooses the packing of a linear weight ``[N, K]``, see `pack_linears`; None: weights
@@ -74,14 +73,13 @@ class PagedCausalLM(nn.Module):
 
     Attributes:
         packed: number of packed weights, including those packed by an earlier engine.
-        quantised, halved: how many of them are int8, and how many the upper halves of float32.
+        quantised, widened: how many of them are int8, and how many the upper halves of float32.
         vocab, logits_dtype: size and dtype of a row of logits.
 
     Raises:
         ModelRefused: a layer does not call attention exactly once per step through
-            `AttentionInterface` (recurrent or convolution layers, custom attention code), or sees
-            other tokens than those before it in a window (chunks, custom masks); or the logits of
-            the paged steps differ from those of the unmodified model.
+            `AttentionInterface`, or sees other tokens than those before it in a window; or the
+            logits of the paged steps differ from those of the unmodified model.
         ValueError: the cache does not fit this model.
 
     Shape:
@@ -121,7 +119,7 @@ class PagedCausalLM(nn.Module):
             if packs is not None:
                 self._pack(packs, expected, undo)
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
-            self.halved = halved_weights(model)
+            self.widened = widened_weights(model)
             undo.pop_all()
         self._snapshot = Snapshot(self.model, self._layers)
 
@@ -240,12 +238,12 @@ class PagedCausalLM(nn.Module):
             try:
                 check_equal(self, expected)
             except ModelRefused as error:
-                halved = halved_weights(self.model)
-                _log.warning("weights are not packed%s: %s", " in 16 bits" * bool(halved), error)
+                widened = widened_weights(self.model)
+                _log.warning("weights are not packed%s: %s", " in 16 bits" * bool(widened), error)
             else:
                 undo.enter_context(trial.pop_all())
                 return
-        if halved:  # custom code of the model may not work with hidden weights
+        if widened:  # custom code of the model may not work with hidden weights
             self._pack(lambda w: "packed" if packs(w) else None, expected, undo)
 
     def _switch(self, undo: contextlib.ExitStack) -> None:

@@ -5,47 +5,38 @@ It shares no code with the caches and kernels that serve, as they are compared w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor, nn
+from transformers import DynamicCache
 
 from compiled_attn.models.hf.attention import latent_shape
 
-__all__ = ["PlainCaches"]
+__all__ = ["fresh_cache"]
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-@dataclass(frozen=True, slots=True)
-class PlainCaches:
-    """Creates a fresh cache for each plain generation.
+def fresh_cache(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Returns the arguments of a forward or of ``generate`` that pass a fresh cache.
 
-    Args:
-        dtype: int8 or float8_e4m3fn; None: the default cache of transformers.
-        latent: layers that store latents and rotated keys as one row.
+    ``dtype``: int8 or float8_e4m3fn; None: the default cache of transformers.
     """
-
-    dtype: torch.dtype | None = None
-    latent: frozenset[int] = frozenset()
-
-    @staticmethod
-    def of(model: PreTrainedModel, dtype: torch.dtype | None) -> PlainCaches:
-        """Returns the caches for a model."""
-        found: list[Any] = [m for m in model.modules() if latent_shape(m) is not None]
-        return PlainCaches(dtype, frozenset(module.layer_idx for module in found))
-
-    def fresh(self) -> dict[str, Any]:
-        """Returns the arguments of a forward or of ``generate`` that pass a fresh cache."""
-        return {} if self.dtype is None else {"past_key_values": _Rounded(self.dtype, self.latent)}
+    if dtype is None:
+        return {}
+    found: list[Any] = [m for m in model.modules() if latent_shape(m) is not None]
+    return {"past_key_values": _Rounded(dtype, {module.layer_idx for module in found})}
 
 
 class _Rounded(DynamicCache):  # type: ignore[misc]  # Any: mypy does not read transformers
-    """Rounds rows ``[..., D]`` to ``code * scale``; the largest element has the largest code."""
+    """Rounds rows ``[..., D]`` to ``element * scale``, with the scale of the row's maximum.
 
-    def __init__(self, dtype: torch.dtype, latent: frozenset[int]) -> None:
+    Layers in ``latent`` store latents and rotated keys as one row.
+    """
+
+    def __init__(self, dtype: torch.dtype, latent: Container[int]) -> None:
         super().__init__()
         self._dtype, self._latent = dtype, latent
 
@@ -70,5 +61,5 @@ def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     scale = wide.abs().amax(-1, keepdim=True) / _LARGEST[dtype]
     scaled = wide / scale.where(scale > 0, 1)  # a row of zeros
-    codes = scaled if dtype.is_floating_point else scaled.round()
-    return (codes.to(dtype).to(wide.dtype) * scale).to(rows.dtype)
+    stored = scaled if dtype.is_floating_point else scaled.round()
+    return (stored.to(dtype).to(wide.dtype) * scale).to(rows.dtype)

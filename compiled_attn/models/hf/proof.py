@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from compiled_attn.arguments import whole
-from compiled_attn.models.hf.plain_cache import PlainCaches
+from compiled_attn.models.hf.plain_cache import fresh_cache
 from compiled_attn.models.hf.rounding import deviation_of, last_logits, rounding_of
 from compiled_attn.models.packed import plain_layers
 
@@ -37,11 +37,11 @@ TIE_TOLERANCE = {
 """The same relative to the largest absolute logit of the row, if rounding cannot be measured:
 for float64, and models that cannot be computed in a wider dtype."""
 
-_BETWEEN_CODES = 1 / 8
+_HALFWAY = 1 / 8
 """Share of the effect of 8-bit K/V on logits that counts as rounding, at least.
 
-An element between two codes may be rounded to either, which changes what follows. That happens to
-few elements, in some texts: up to 1/20 was seen.
+An element halfway between two 8-bit values may be rounded to either, which changes what follows.
+That happens to few elements, in some texts: up to 1/20 was seen.
 """
 
 
@@ -124,53 +124,51 @@ def check(
 
     Runs ``model.generate`` with SDPA attention, or eager attention if the model needs what SDPA
     lacks (logit softcap, sinks), and with plain linear layers instead of packed ones; restores all
-    of that afterwards. Chooses requests evenly from ``results``, without those that generated
-    nothing.
+    of that afterwards.
 
     Args:
-        model: the model that the engine served.
-        results: finished requests that were decoded greedily.
+        model: the model of the engine.
+        results: greedy requests, from which those to compare are chosen evenly.
         count: maximum number of requests to compare.
         on_checked: called with (requests done, requests to do) after each.
-        kv_dtype: int8 or fp8 if an 8-bit cache served: plain ``generate`` then rounds its keys and
-            values as `compiled_attn.cache.quantisation` does.
+        kv_dtype: int8 or fp8 of an 8-bit cache: plain ``generate`` then rounds its keys and values
+            as `compiled_attn.cache.quantisation` does.
 
     Raises:
         ValueError: ``count`` is negative.
     """
     count = whole("count", count, 0)
-    chosen = _spread([result for result in results if result.tokens], count)
+    answered = sorted((each for each in results if each.tokens), key=lambda each: each.index)
+    count = min(count, len(answered))
+    chosen = [answered[number * len(answered) // count] for number in range(count)]
     report = CheckReport()
-    caches = PlainCaches.of(model, kv_dtype)
     with _plain(model), plain_layers(model), torch.no_grad():
         for done, result in enumerate(chosen, start=1):
-            _compare(model, result, report, caches)
+            _compare(model, result, report, kv_dtype)
             if on_checked is not None:
                 on_checked(done, len(chosen))
     return report
 
 
-def _spread(results: Sequence[_Finished], count: int) -> list[_Finished]:
-    ordered = sorted(results, key=lambda result: result.index)
-    count = min(count, len(ordered))
-    return [ordered[number * len(ordered) // count] for number in range(count)]
-
-
 def _compare(
-    model: PreTrainedModel, result: _Finished, report: CheckReport, caches: PlainCaches
+    model: Any, result: _Finished, report: CheckReport, kv_dtype: torch.dtype | None
 ) -> None:
     prompt, tokens = list(result.prompt), list(result.tokens)
     report.checked_requests += 1
     report.checked_tokens += len(tokens)
     done = 0
     while done < len(tokens):
-        plain = _generate(model, prompt + tokens[:done], len(tokens) - done, caches)
+        text, count = prompt + tokens[:done], len(tokens) - done
+        ids, cache = torch.tensor([text], device=model.device), fresh_cache(model, kv_dtype)
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=count, **cache)
+        plain = output[0, len(text) :].tolist()
         different = [i for i, token in enumerate(plain, start=done) if token != tokens[i]]
         if not different:
             return
         first = different[0]
         text, tokens_here = prompt + tokens[:first], (tokens[first], plain[first - done])
-        difference = _difference(model, text, result.index, first, *tokens_here, caches)
+        difference = _difference(model, text, result.index, first, *tokens_here, kv_dtype)
         if not difference.is_tie:
             report.mismatches.append(difference)
             report.mismatched_tokens += len(different)
@@ -186,33 +184,24 @@ def _difference(
     position: int,
     engine: int,
     plain: int,
-    caches: PlainCaches,
+    kv_dtype: torch.dtype | None,
 ) -> Difference:
     both = [engine, plain]
-    exact = logits = last_logits(model, text, caches)
+    exact = logits = last_logits(model, text, kv_dtype)
     engine_logit, plain_logit = logits[both].tolist()
     bound = torch.finfo(model.dtype).eps / 2 * (abs(engine_logit) + abs(plain_logit))
     deviations = []
-    if (measured := rounding_of(model, text, logits, caches)) is None:
+    if (measured := rounding_of(model, text, logits, kv_dtype)) is None:
         bound = TIE_TOLERANCE.get(model.dtype, 0.0) * logits.abs().max().item()
     else:
         exact = measured.exact
         deviations.append(measured.deviation)
-    if caches.dtype is not None:
-        deviations.append(_BETWEEN_CODES * deviation_of(logits, last_logits(model, text)))
+    if kv_dtype is not None:
+        deviations.append(_HALFWAY * deviation_of(logits, last_logits(model, text)))
     # The deviation of a difference of two logits is larger by the square root of 2.
     bound = max([bound, *(TIE_DEVIATIONS * math.sqrt(2) * each for each in deviations)])
     distance = (exact[engine] - exact[plain]).abs().item()
     return Difference(request, position, engine, plain, engine_logit, plain_logit, distance, bound)
-
-
-def _generate(model: Any, text: list[int], count: int, caches: PlainCaches) -> list[int]:
-    ids = torch.tensor([text], device=model.device)
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **caches.fresh()
-    )
-    new: list[int] = output[0, len(text) :].tolist()
-    return new
 
 
 @contextlib.contextmanager
@@ -221,15 +210,11 @@ def _plain(model: Any) -> Iterator[None]:
     from transformers import GenerationConfig
 
     attention, generation = model.config._attn_implementation, model.generation_config
-    model.set_attn_implementation("eager" if _needs_eager(model) else "sdpa")
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    model.set_attn_implementation("eager" if capped or not model._supports_sdpa else "sdpa")
     model.generation_config = GenerationConfig(do_sample=False)
     try:
         yield
     finally:
         model.generation_config = generation
         model.set_attn_implementation(attention)
-
-
-def _needs_eager(model: Any) -> bool:
-    config = model.config.get_text_config()
-    return bool(getattr(config, "attn_logit_softcapping", None)) or not model._supports_sdpa

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from compiled_attn.models.hf.layers import carrying, decoder_layers
-from compiled_attn.models.hf.refused import plain_attention, refused
+from compiled_attn.models.hf.refusal import failure, plain_attention
 
 __all__ = ["RECORDER_NAME", "AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
 
@@ -88,8 +88,7 @@ def record(model: PreTrainedModel) -> list[AttentionCall]:
                 with carrying(decoder_layers(model), _pass_as_mask):
                     _run(model, recorder)
     except Exception as error:
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise refused(model, f"that fails on {_TOKENS} tokens ({words})") from error
+        raise failure(model, f"on {_TOKENS} tokens", error) from error
     return recorder.calls
 
 

@@ -52,7 +52,7 @@ def region_keys(
 
 
 def relate_sizes(metadata: UnifiedMetadata) -> None:
-    """Tells torch which sizes are equal: a region that discovers it cannot be reused."""
+    """Asserts which sizes are equal: a region whose trace discovers it cannot be reused."""
     if metadata.by_request is not None:
         tables, lengths, starts = metadata.by_request
         torch._check(tables.shape[0] == lengths.shape[0])

@@ -10,50 +10,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compiled_attn.models.hf.plain_cache import PlainCaches
+from compiled_attn.models.hf.plain_cache import fresh_cache
 
 __all__ = ["Rounding", "computed_in", "deviation_of", "last_logits", "rounding_of"]
 
 _log = logging.getLogger(__name__)
 
-_DEFAULT_CACHES = PlainCaches()
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 class Rounding(NamedTuple):
-    """The rounding of one row of logits.
-
-    Args:
-        exact: ``[vocab]`` float64, logits computed in the wider dtype.
-        deviation: standard deviation over the row of the logits of the model's own dtype.
-    """
+    """Logits ``[vocab]`` of a wider dtype, in float64, and the standard deviation from them."""
 
     exact: Tensor
     deviation: float
 
 
 def rounding_of(
-    model: Any, text: list[int], logits: Tensor, caches: PlainCaches = _DEFAULT_CACHES
+    model: Any, text: list[int], logits: Tensor, kv_dtype: torch.dtype | None = None
 ) -> Rounding | None:
     """Measures the rounding of the logits after a text.
 
-    Compares bfloat16 and float16 with float32, float32 with float64. An offset common to all logits
-    does not count, as it changes no choice.
-
-    Args:
-        model: a Hugging Face causal language model.
-        text: token ids.
-        logits: ``[vocab]`` float64, computed in the model's own dtype.
-        caches: caches for both computations.
-
-    Returns:
-        None if there is no wider dtype, or the model cannot be computed in it.
+    Compares ``logits [vocab]`` (float64, computed in the model's own dtype) with float32 for
+    bfloat16 and float16, with float64 for float32. An offset common to all logits does not count,
+    as it changes no choice. Returns None if there is no wider dtype, or the model cannot be
+    computed in it. ``kv_dtype``: see `fresh_cache`.
     """
     if (wider := _WIDER.get(model.dtype)) is None:
         return None
     try:
         with computed_in(model, wider):
-            exact = last_logits(model, text, caches)
+            exact = last_logits(model, text, kv_dtype)
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         _log.warning("the rounding of %s is not measured: %s", type(model).__name__, error)
         return None
@@ -66,9 +53,9 @@ def deviation_of(logits: Tensor, exact: Tensor) -> float:
     return off.std(correction=0).item()
 
 
-def last_logits(model: Any, text: list[int], caches: PlainCaches = _DEFAULT_CACHES) -> Tensor:
+def last_logits(model: Any, text: list[int], kv_dtype: torch.dtype | None = None) -> Tensor:
     """Returns logits ``[vocab]`` after a text, in float64, by one plain forward."""
-    ids, cache = torch.tensor([text], device=model.device), caches.fresh()
+    ids, cache = torch.tensor([text], device=model.device), fresh_cache(model, kv_dtype)
     logits: Tensor = model(ids, use_cache=bool(cache), logits_to_keep=1, **cache).logits[0, -1]
     return logits.double()
 
@@ -101,10 +88,12 @@ class _Converter:
 
     def convert(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         owners: tuple[dict[str, Any], ...] = self._module._parameters, self._module._buffers
-        for owner in owners:
-            for name, value in owner.items():
-                if value is not None and _is_float(value):
-                    self._saved.append((owner, name, value))
+        self._saved = [
+            (owner, name, value)
+            for owner in owners
+            for name, value in owner.items()
+            if _is_float(value)
+        ]
         for owner, name, value in self._saved:
             converted = value.detach().to(self._dtype)
             is_parameter = isinstance(value, nn.Parameter)

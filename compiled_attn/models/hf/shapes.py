@@ -12,16 +12,14 @@ from transformers import DynamicCache, PreTrainedModel
 from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 from compiled_attn.models.hf.attention import latent_shape
 from compiled_attn.models.hf.recorder import AttentionCall, record
-from compiled_attn.models.hf.refused import refused
+from compiled_attn.models.hf.refusal import refusal
 from compiled_attn.models.load import quiet_transformers
 
 __all__ = [
     "cache_for",
     "calls_by_layer",
     "check_fits",
-    "check_mask",
     "context_limit",
-    "evicting_layer",
 ]
 
 _LAST = 2**17
@@ -30,7 +28,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _CHOOSERS = ("indexer", "compressor")
 
 
-def check_mask(call: AttentionCall) -> str | None:
+def _mask_problem(call: AttentionCall) -> str | None:
     """Describes a mask that differs from the ``sliding_window`` of its call; None: it does not.
 
     Short prompts do not show the difference, so the mask function is evaluated at far positions.
@@ -54,7 +52,7 @@ def check_mask(call: AttentionCall) -> str | None:
     return None
 
 
-def evicting_layer(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> str | None:
+def _evicting_layer(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> str | None:
     """Describes a layer that sees more than transformers' own cache stores; None: there is none.
 
     `generate`, which uses that cache, then returns other tokens than the model without it.
@@ -116,35 +114,32 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if kinds:
-        raise refused(model, f"with layers of type {', '.join(kinds)}")
+        raise refusal(model, f"with layers of type {', '.join(kinds)}")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise refused(model, "which is an encoder-decoder")
+        raise refusal(model, "which is an encoder-decoder")
     with quiet_transformers():
         calls = record(model)
     if not calls:
-        raise refused(model, _without_calls(model))
+        if getattr(model, "_can_set_attn_implementation", lambda: True)():
+            reason = "whose layers never call it (recurrent layers, or attention code of their own)"
+        else:
+            reason = "with attention code of its own, which does not use AttentionInterface"
+        raise refusal(model, reason)
     for call in calls:
         if problem := _problem(call):
-            raise refused(model, f"with {type(call.module).__name__} {problem}")
+            raise refusal(model, f"with {type(call.module).__name__} {problem}")
     counts = Counter(call.layer for call in calls)
     several = {layer: times for layer, times in counts.items() if times > 1}
     if several:
-        raise refused(model, f"with several calls a step of layers {several}")
+        raise refusal(model, f"with several calls a step of layers {several}")
     by_layer = {call.layer: call for call in calls}
     missing = sorted(set(range(max(config.num_hidden_layers, len(by_layer)))) - set(by_layer))
     if missing:
-        raise refused(model, f"with other layers {missing}")
+        raise refusal(model, f"with other layers {missing}")
     ordered = [by_layer[layer] for layer in range(len(by_layer))]
-    if problem := evicting_layer(model, ordered):
-        raise refused(model, problem)
+    if problem := _evicting_layer(model, ordered):
+        raise refusal(model, problem)
     return ordered
-
-
-def _without_calls(model: PreTrainedModel) -> str:
-    can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
-    if can_set():
-        return "whose layers never call it (recurrent layers, or attention code of their own)"
-    return "with attention code of its own, which does not use AttentionInterface"
 
 
 def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:
@@ -171,10 +166,10 @@ def _shapes(calls: Sequence[AttentionCall]) -> list[KVShape]:
 
 def _is_same(call: AttentionCall, other: AttentionCall) -> bool:
     """Whether a call passes the same keys and values as another one."""
-    pairs = (call.key, other.key), (call.value, other.value)
+    both = (call.key, other.key), (call.value, other.value)
     return all(
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-        for a, b in pairs
+        for a, b in both
     )
 
 
@@ -190,7 +185,7 @@ def _problem(call: AttentionCall) -> str | None:
         return f"that chooses tokens with its {choosers[0]}"
     if call.others:
         return f"that also passes {', '.join(call.others)}"
-    return check_mask(call)
+    return _mask_problem(call)
 
 
 def context_limit(model: PreTrainedModel) -> int | None:

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from compiled_attn.models.adapters import ActiveAdapters
 from compiled_attn.models.packed import hidden_weights
 from graphs.capture.module_state import ModuleState
 
 __all__ = ["Snapshot"]
 
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters")
+"""Attributes of a peft layer that determine its output."""
 _REMEDY = "create a new engine of the model as it is now"
 
 
@@ -47,7 +48,9 @@ class Snapshot:
         self._hidden_at = [at for trap, own in hidden.items() for at in trap.addresses(own)]
         self._samples = [*_samples_of((*self._layers, model), {*map(id, self._hidden)})]
         self._addresses = [*map(Tensor.data_ptr, self._samples)]
-        self._adapters = ActiveAdapters(model)
+        modules = [module.__dict__ for module in model.modules()]
+        self._adapters = [own for own in modules if "_active_adapter" in own]
+        self._adapter_states = [*map(_adapter_state_of, self._adapters)]
         self._state = ModuleState(model)
 
     def difference(self) -> str | None:
@@ -70,7 +73,7 @@ class Snapshot:
                 "a packed weight was written to, which changes nothing: load the model again, and "
                 "write new values with load_state_dict()"
             )
-        if self._adapters.have_changed():
+        if self._adapters and [*map(_adapter_state_of, self._adapters)] != self._adapter_states:
             return f"other adapters are active, merged or switched off: {_REMEDY}, or switch back"
         if changed := self._state.changed():
             return f"{changed}: restore it, or {_REMEDY}"
@@ -100,6 +103,11 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def _attention_of(config: PreTrainedConfig) -> Any:
     return config.__dict__.get("_attn_implementation_internal")
+
+
+def _adapter_state_of(layer: dict[str, Any]) -> list[Any]:
+    state = map(layer.get, _ADAPTER_STATE)
+    return [[*value] if isinstance(value, list) else value for value in state]
 
 
 def _parameters_of(model: nn.Module) -> tuple[list[str], list[dict[str, Any]], list[Tensor]]:

@@ -42,7 +42,7 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 2
 
 
-def in_halves(weight: torch.Tensor) -> packed_linear.Packing | None:
+def as_bf16_widen(weight: torch.Tensor) -> packed_linear.Packing | None:
     return "bf16-widen" if packed_linear.fits_bf16(weight) else "packed"
 
 
@@ -69,7 +69,7 @@ class Kind:
 KINDS = {
     "packed": Kind(torch.bfloat16, packed_linear.as_packed),
     "float32": Kind(torch.float32, packed_linear.as_packed),
-    "halves": Kind(torch.float32, in_halves),
+    "bf16-widen": Kind(torch.float32, as_bf16_widen),
     "int8": Kind(torch.bfloat16, packed_linear.as_int8),
 }
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from compiled_attn.errors import ModelRefused
-from compiled_attn.models.adapters import ActiveAdapters, unwrapped
+from compiled_attn.models.load import unwrap
 
 
 class Wrapper(nn.Module):
@@ -24,23 +24,10 @@ class Wrapper(nn.Module):
 
 def test_a_wrapper_is_taken_off_and_anything_else_stays():
     inside = nn.Linear(2, 2)
-    assert unwrapped(Wrapper(inside)) is inside
-    assert unwrapped(inside) is inside and unwrapped(None) is None
+    assert unwrap(Wrapper(inside)) is inside
+    assert unwrap(inside) is inside and unwrap(None) is None
 
 
 def test_an_adapter_of_the_wrapper_itself_is_refused():
     with pytest.raises(ModelRefused, match="got one of type PREFIX_TUNING, which adds tokens"):
-        unwrapped(Wrapper(nn.Linear(2, 2), prompts=True))
-
-
-def test_a_model_without_adapters_never_changes():
-    assert not ActiveAdapters(nn.Linear(2, 2)).have_changed()
-
-
-def test_a_list_that_is_written_in_place_is_noticed():
-    layer = nn.Linear(2, 2)
-    layer._active_adapter, layer.merged_adapters = ["a"], []
-    adapters = ActiveAdapters(nn.Sequential(layer))
-    assert not adapters.have_changed()
-    layer.merged_adapters.append("a")
-    assert adapters.have_changed()
+        unwrap(Wrapper(nn.Linear(2, 2), prompts=True))

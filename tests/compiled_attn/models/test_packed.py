@@ -12,17 +12,17 @@ from torch import nn
 from compiled_attn.models.packed import (
     PackedEmbedding,
     PackedLinear,
-    halved_weights,
     pack_linears,
     packed_weights,
     quantised_weights,
+    widened_weights,
 )
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.models.packing import (
     IDS,
     KINDS,
     Small,
-    in_halves,
+    as_bf16_widen,
     of_any_kind,
 )
 from tests.compiled_attn.ops.packed_layers import bf16_weights_by
@@ -42,7 +42,7 @@ def test_layers_and_what_they_share_are_packed_and_give_the_same(kind):
     pack_linears(model, contextlib.ExitStack(), kind.packing)
     assert packed_weights(model) == 3
     assert quantised_weights(model) == 3 * (kind is KINDS["int8"])
-    assert halved_weights(model) == 3 * (kind is KINDS["halves"])
+    assert widened_weights(model) == 3 * (kind is KINDS["bf16-widen"])
     assert isinstance(model.head, PackedLinear) and isinstance(model.embedding, PackedEmbedding)
     assert model.head.weight is model.embedding.weight
     assert all(isinstance(each, PackedLinear) for each in model.inner.values())
@@ -71,16 +71,16 @@ def test_layers_of_int8_compute_with_rounded_weights(layer):
     torch.testing.assert_close(plain.double(), expected, rtol=2**-7, atol=2**-5)  # so are weights
 
 
-def test_halves_give_the_very_bits_of_whole_weights():
-    whole, halves = KINDS["halves"].model(), KINDS["halves"].model()
+def test_weights_in_16_bits_give_the_very_bits_of_whole_weights():
+    whole, packed = KINDS["bf16-widen"].model(), KINDS["bf16-widen"].model()
     pack_linears(whole, contextlib.ExitStack())
-    pack_linears(halves, contextlib.ExitStack(), in_halves)
+    pack_linears(packed, contextlib.ExitStack(), as_bf16_widen)
     with torch.no_grad(), bf16_weights_by("float32", load(strict=True)):
-        for one, other in zip(halves(IDS), whole(IDS), strict=True):
+        for one, other in zip(packed(IDS), whole(IDS), strict=True):
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", ["halves", "int8"])
+@pytest.mark.parametrize("kind", ["bf16-widen", "int8"])
 def test_integers_take_half_of_the_memory_and_their_parameters_none(kind):
     model = KINDS[kind].model()
 
@@ -114,11 +114,11 @@ def test_weights_of_float32_are_not_packed_as_int8():
 
 
 def test_a_weight_with_more_bits_stays_whole():
-    model = KINDS["halves"].model()
+    model = KINDS["bf16-widen"].model()
     with torch.no_grad():
         model.inner["a"].weight[3, 5] = 1 / 3
-    pack_linears(model, contextlib.ExitStack(), in_halves)
-    assert packed_weights(model) == 3 and halved_weights(model) == 2
+    pack_linears(model, contextlib.ExitStack(), as_bf16_widen)
+    assert packed_weights(model) == 3 and widened_weights(model) == 2
 
 
 def test_gradients_are_those_of_plain_layers(model):

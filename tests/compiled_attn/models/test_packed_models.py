@@ -23,8 +23,8 @@ from tests.compiled_attn.models.hf.families import small_model
 from tests.compiled_attn.models.hf.test_proof import Result
 from tests.compiled_attn.models.packing import (
     KINDS,
+    as_bf16_widen,
     assert_state,
-    in_halves,
     state_of,
 )
 from tests.compiled_attn.tiny import plain_generate
@@ -35,7 +35,7 @@ def llama(kind: str) -> nn.Module:
     return small_model("llama").to(torch.bfloat16).to(KINDS[kind].dtype)
 
 
-@pytest.mark.parametrize("kind", ["packed", "halves"])
+@pytest.mark.parametrize("kind", ["packed", "bf16-widen"])
 def test_the_rounding_of_a_packed_model_is_that_of_the_plain_one(kind):
     model, text = llama(kind), [3, 5, 7]
     plain = rounding_of(model, text, last_logits(model, text))
@@ -102,14 +102,14 @@ def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog)
 
 
 def test_a_model_that_does_not_tolerate_halves_is_packed_whole(monkeypatch, caplog):
-    model, halve, unpack = llama("halves"), packed_linear.pack_bf16, packed_linear.unpack
+    model, halve, unpack = llama("bf16-widen"), packed_linear.pack_bf16, packed_linear.unpack
     monkeypatch.setattr(packed_linear, "pack_bf16", lambda weight: ~halve(weight))
     monkeypatch.setattr(
         packed_linear, "unpack", lambda w: unpack(~w if w.dtype is torch.int16 else w)
     )
     with caplog.at_level(logging.WARNING):
-        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=in_halves)
-    assert paged.packed and not paged.halved
+        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=as_bf16_widen)
+    assert paged.packed and not paged.widened
     assert "weights are not packed in 16 bits" in caplog.text
 
 

@@ -16,8 +16,8 @@ from tests.compiled_attn.models.packing import (
     IDS,
     KINDS,
     Kind,
+    as_bf16_widen,
     assert_state,
-    in_halves,
     of_any_kind,
     state_of,
 )
@@ -65,8 +65,8 @@ def test_the_state_that_goes_in_and_out_is_that_of_plain_weights(kind):
 
 
 def test_halves_refuse_a_state_that_they_cannot_hold():
-    model = KINDS["halves"].model()
-    pack_linears(model, contextlib.ExitStack(), in_halves)
+    model = KINDS["bf16-widen"].model()
+    pack_linears(model, contextlib.ExitStack(), as_bf16_widen)
     state = state_of(model)
     wrong = {**state, "inner.a.weight": state["inner.a.weight"] + 1 / 3}
     with pytest.raises(RuntimeError, match=r"for inner\.a\.weight weights that bfloat16 holds"):
@@ -74,7 +74,7 @@ def test_halves_refuse_a_state_that_they_cannot_hold():
     assert_state(model, state)
 
 
-@pytest.mark.parametrize("kind", ["packed", "float32", "halves"])
+@pytest.mark.parametrize("kind", ["packed", "float32", "bf16-widen"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_packed_model_that_is_cast_computes_and_loads_like_a_plain_one(kind, dtype):
     model, plain = KINDS[kind].model(), KINDS[kind].model()

@@ -14,26 +14,21 @@ from compiled_attn.engine import Engine, EngineConfig, SamplingParams, local
 from compiled_attn.errors import ModelChanged
 from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.models.hf.snapshot import Snapshot
-from compiled_attn.models.packed import PackedLinear, halved_weights, pack_linears
-from compiled_attn.ops import load, packed_linear
+from compiled_attn.models.packed import PackedLinear, pack_linears, widened_weights
+from compiled_attn.ops import load
+from tests.compiled_attn.models.packing import KINDS, as_bf16_widen
 from tests.compiled_attn.tiny import tiny_model
 
 
-def halves(weight: torch.Tensor) -> packed_linear.Packing | None:
-    return "bf16-widen" if packed_linear.fits_bf16(weight) else None
-
-
-KINDS = {"halves": halves, "int8": packed_linear.as_int8}
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["bf16-widen", "int8"])
 def model(request) -> nn.Sequential:
     """Two layers whose parameters the user has held since before they were packed."""
     load()
-    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48, bias=False)).bfloat16().eval()
-    model = model.float() if request.param == "halves" else model
+    kind = KINDS[request.param]
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48, bias=False))
+    model.bfloat16().to(kind.dtype).eval()
     held = [each.weight for each in model]
-    pack_linears(model, contextlib.ExitStack(), KINDS[request.param])
+    pack_linears(model, contextlib.ExitStack(), kind.packing)
     assert all(isinstance(each, PackedLinear) for each in model)
     assert all(each.weight is weight for each, weight in zip(model, held, strict=True))
     return model
@@ -98,7 +93,7 @@ def test_a_write_to_a_packed_weight_is_refused_or_seen_at_the_next_step(model, w
 def test_a_write_through_a_view_of_numpy_is_seen(change):
     load()
     model = nn.Sequential(nn.Linear(64, 32)).bfloat16().float().eval()
-    pack_linears(model, contextlib.ExitStack(), halves)
+    pack_linears(model, contextlib.ExitStack(), as_bf16_widen)
     snapshot = Snapshot(model, [*model])
     view = model[0].weight.detach().numpy()
     if change in ("assign", "nan"):
@@ -184,8 +179,8 @@ def test_a_compiled_layer_may_read_the_dtype_of_a_packed_weight(fresh_compiler):
     x = torch.randn(3, 64)
     with torch.no_grad():
         before = model(x)
-        pack_linears(model, contextlib.ExitStack(), halves)
-        assert halved_weights(model) == 1
+        pack_linears(model, contextlib.ExitStack(), as_bf16_widen)
+        assert widened_weights(model) == 1
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(x), before)
 
@@ -194,11 +189,11 @@ def test_a_compiled_layer_may_read_the_dtype_of_a_packed_weight(fresh_compiler):
 def test_an_engine_refuses_to_serve_after_a_write_that_would_be_lost(
     backend, fresh_compiler, monkeypatch
 ):
-    monkeypatch.setattr(local, "packs", lambda *_: halves)  # whether or not it pays here
+    monkeypatch.setattr(local, "packs", lambda *_: as_bf16_widen)  # whether or not it pays here
     model = tiny_model().bfloat16().float()
     held = model.model.layers[1].mlp.up_proj.weight
     engine = Engine(model, EngineConfig(backend=backend, context=32, block_size=4, max_seqs=2))
-    assert engine.executor.module.halved
+    assert engine.executor.module.widened
     engine.warmup()
     sampling = SamplingParams(max_new_tokens=4)
     tokens = [each.tokens for each in engine.generate([[1, 2, 3]], sampling)]
@@ -213,8 +208,8 @@ def test_an_engine_refuses_to_serve_after_a_write_that_would_be_lost(
 def test_parameters_may_be_written_again_after_packing_was_undone():
     model = tiny_model().bfloat16().float()
     with contextlib.ExitStack() as undo:
-        pack_linears(model, undo, halves)
-        assert halved_weights(model)
+        pack_linears(model, undo, as_bf16_widen)
+        assert widened_weights(model)
     paged = PagedCausalLM(model, cache_for(model, 8, 4))
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)

@@ -75,7 +75,7 @@ def survey_family(family: str, kernels: Iterable[str] = KERNELS) -> FamilyResult
     try:
         model = small_model(family)
     except Exception as error:  # configurations fail in their own ways
-        return FamilyResult(family, "not built", _words(error))
+        return FamilyResult(family, "not built", _one_line(error))
     try:
         note = _note(model)
         for kernel in kernels:
@@ -145,10 +145,10 @@ def _reason(error: ModelRefused) -> str:
     text = str(error).partition(" got a ")[2].partition(": it cannot run")[0]
     if ": they differ by" in text:
         return "computes other logits through the paged cache than by itself"
-    return _words(text.partition(" ")[2])
+    return _one_line(text.partition(" ")[2])
 
 
-def _words(error: object) -> str:
+def _one_line(error: object) -> str:
     line = " ".join(str(error).split())
     if isinstance(error, Exception):
         line = f"{type(error).__name__}: {line}"

@@ -28,7 +28,7 @@ _OTHERS = [family for family in FAMILIES if family not in QUICK]
 
 
 @pytest.fixture(autouse=True)
-def few_words():
+def quiet_logs():
     before = hf_logging.get_verbosity(), logging.getLogger("compiled_attn").level
     with warnings.catch_warnings():
         quiet()

@@ -7,7 +7,7 @@ import torch
 
 from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.models.hf.equality import small_cache, step_logits
-from compiled_attn.models.hf.plain_cache import PlainCaches
+from compiled_attn.models.hf.plain_cache import fresh_cache
 from compiled_attn.models.hf.rounding import last_logits
 from compiled_attn.step import Request
 from tests.compiled_attn.engine.rounded import KINDS, rounded_logits
@@ -23,8 +23,8 @@ def test_logits_are_those_of_dense_attention_to_rounded_keys_and_values(kind, fa
     model = tiny_model(family)
     rows = rounded_logits(model, TEXT, kind)[-1].double()
     with torch.no_grad():
-        rounded = last_logits(model, TEXT, PlainCaches.of(model, KINDS[kind]))
-    assert (rounded - rows).std() <= 2e-3 * rows.std()  # an element between two codes
+        rounded = last_logits(model, TEXT, KINDS[kind])
+    assert (rounded - rows).std() <= 2e-3 * rows.std()  # an element halfway between two values
     assert (rounded - last_logits(model, TEXT)).std() > 4e-3 * rows.std()
 
 
@@ -32,7 +32,7 @@ def test_logits_are_those_of_dense_attention_to_rounded_keys_and_values(kind, fa
 def test_windows_shared_layers_and_latents_are_rounded_as_the_paged_cache_does(family):
     model = small_model(family)
     with torch.no_grad():
-        rounded = last_logits(model, TEXT, PlainCaches.of(model, torch.int8))
+        rounded = last_logits(model, TEXT, torch.int8)
         plain = last_logits(model, TEXT)
     paged = PagedCausalLM(model, cache_for(model, 8, 4))
     cache = small_cache(paged.cache, 8, 4, torch.int8)
@@ -41,8 +41,8 @@ def test_windows_shared_layers_and_latents_are_rounded_as_the_paged_cache_does(f
 
 
 def test_a_row_of_zeros_stays_one():
-    cache = PlainCaches(torch.int8).fresh()["past_key_values"]
+    cache = fresh_cache(torch.nn.Identity(), torch.int8)["past_key_values"]
     keys, values = cache.update(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
     assert torch.equal(keys, torch.zeros(1, 1, 2, 4))
     assert torch.equal(values, torch.ones(1, 1, 2, 4))
-    assert PlainCaches().fresh() == {}
+    assert fresh_cache(torch.nn.Identity(), None) == {}

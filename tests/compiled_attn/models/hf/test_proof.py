@@ -66,15 +66,13 @@ def next_logits(model: Any, result: Result, position: int) -> torch.Tensor:
     return logits[0, -1]
 
 
-def test_right_results_have_no_mismatch(model: LlamaForCausalLM, results: list[Result]) -> None:
+def test_right_results_have_no_mismatch(model, results):
     report = check(model, results, 5)
     assert (report.checked_requests, report.checked_tokens) == (5, 60)
     assert (report.mismatched_tokens, report.mismatches, report.ties) == (0, [], [])
 
 
-def test_a_wrong_token_is_counted_with_both_logits(
-    model: LlamaForCausalLM, results: list[Result]
-) -> None:
+def test_a_wrong_token_is_counted_with_both_logits(model, results):
     right = results[2].tokens[11]
     wrong = (right + 1) % VOCAB
     results[2] = replace(results[2], tokens=[*results[2].tokens[:11], wrong])
@@ -88,15 +86,13 @@ def test_a_wrong_token_is_counted_with_both_logits(
     assert difference.plain_logit == pytest.approx(logits[right].item(), abs=1e-5)
 
 
-def test_tokens_after_a_mismatch_count_if_they_differ(
-    model: LlamaForCausalLM, results: list[Result]
-) -> None:
+def test_tokens_after_a_mismatch_count_if_they_differ(model, results):
     right = results[0].tokens
     results[0] = replace(results[0], tokens=[*right[:4], *((t + 1) % VOCAB for t in right[4:])])
     assert check(model, results, 5).mismatched_tokens == 8
 
 
-def test_a_tie_is_reported_and_the_comparison_goes_on(results: list[Result]) -> None:
+def test_a_tie_is_reported_and_the_comparison_goes_on(results):
     model = tiny_llama(tie_word_embeddings=False)
     twin, original = 50, results[1].tokens[3]
     with torch.no_grad():
@@ -118,7 +114,7 @@ def test_a_tie_is_reported_and_the_comparison_goes_on(results: list[Result]) -> 
     assert (len(report.ties), report.mismatched_tokens) == (1, 1)
 
 
-def test_without_any_rounding_a_bfloat16_model_is_right_and_some_tokens_are_ties() -> None:
+def test_without_any_rounding_a_bfloat16_model_is_right_and_some_tokens_are_ties():
     model = tiny_llama(vocab_size=1024, num_hidden_layers=6).to(torch.bfloat16)
     exact = copy.deepcopy(model).float()
     prompts = [[(31 * i + 7 * j) % 1024 for j in range(9)] for i in range(12)]
@@ -130,7 +126,7 @@ def test_without_any_rounding_a_bfloat16_model_is_right_and_some_tokens_are_ties
     assert any(tie.distance > own for tie, own in zip(report.ties, roundoff, strict=True))
 
 
-def test_no_token_of_the_next_best_is_a_tie_where_rounding_does_not_reach() -> None:
+def test_no_token_of_the_next_best_is_a_tie_where_rounding_does_not_reach():
     """Four tokens are within 4e-2 of the largest logit, but farther apart than bfloat16 rounds."""
     model = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
     prompt = [3, 14, 15, 92, 65, 35]
@@ -149,9 +145,7 @@ def test_no_token_of_the_next_best_is_a_tie_where_rounding_does_not_reach() -> N
     assert check(model, [Result(0, prompt, [best])], 1).mismatched_tokens == 0
 
 
-def test_generation_settings_of_the_model_do_not_change_the_comparison(
-    model: LlamaForCausalLM, results: list[Result]
-) -> None:
+def test_generation_settings_of_the_model_do_not_change_the_comparison(model, results):
     model.generation_config.eos_token_id = results[0].tokens[2]
     model.generation_config.do_sample = True
     model.generation_config.temperature = 9.0
@@ -160,9 +154,7 @@ def test_generation_settings_of_the_model_do_not_change_the_comparison(
     assert (report.checked_tokens, report.mismatched_tokens) == (60, 0)
 
 
-def test_attention_and_generation_settings_are_restored_even_after_an_error(
-    model: LlamaForCausalLM, results: list[Result]
-) -> None:
+def test_attention_and_generation_settings_are_restored_even_after_an_error(model, results):
     model.set_attn_implementation("eager")
     generation = model.generation_config
 
@@ -176,9 +168,7 @@ def test_attention_and_generation_settings_are_restored_even_after_an_error(
     assert model.generation_config is generation
 
 
-def test_requests_are_spread_over_the_demand_and_empty_ones_left_out(
-    model: LlamaForCausalLM, results: list[Result]
-) -> None:
+def test_requests_are_spread_over_the_demand_and_empty_ones_left_out(model, results):
     wrong = {i: replace(r, tokens=[(r.tokens[0] + 1) % VOCAB]) for i, r in enumerate(results)}
     wrong[0] = replace(results[0], tokens=[])
     report = check(model, [wrong[i] for i in (3, 1, 4, 0, 2)], 2)
@@ -187,9 +177,7 @@ def test_requests_are_spread_over_the_demand_and_empty_ones_left_out(
     assert check(model, results, 0).checked_requests == 0
 
 
-def test_progress_is_reported_after_each_request(
-    model: LlamaForCausalLM, results: list[Result]
-) -> None:
+def test_progress_is_reported_after_each_request(model, results):
     calls: list[tuple[int, int]] = []
     check(model, results, 3, on_checked=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 3), (2, 3), (3, 3)]
@@ -213,7 +201,7 @@ def tiny_gemma2(softcap: float | None) -> Gemma2ForCausalLM:
     return Gemma2ForCausalLM(config).eval()
 
 
-def test_a_capped_model_is_checked_with_attention_that_caps() -> None:
+def test_a_capped_model_is_checked_with_attention_that_caps():
     model, prompt = tiny_gemma2(softcap=0.05), list(range(20, 40))
     tokens = greedy(model, prompt, 12)
     assert tokens != greedy(tiny_gemma2(softcap=None), prompt, 12)
@@ -222,11 +210,11 @@ def test_a_capped_model_is_checked_with_attention_that_caps() -> None:
     assert model.config._attn_implementation == "flex_attention"
 
 
-def test_a_negative_count_is_refused(model: LlamaForCausalLM) -> None:
+def test_a_negative_count_is_refused(model):
     with pytest.raises(ValueError, match="expected count >= 0, got -1"):
         check(model, [], -1)
 
 
-def test_a_difference_reads_as_one_line() -> None:
+def test_a_difference_reads_as_one_line():
     text = str(Difference(3, 7, 11, 12, 0.5, 0.25))
     assert text == "request 3, generated token 7: engine 11 (logit 0.5), generate 12 (logit 0.25)"

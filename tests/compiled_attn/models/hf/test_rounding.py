@@ -18,7 +18,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_computed_in_float32_is_its_copy_in_float32(family: str) -> None:
+def test_a_model_computed_in_float32_is_its_copy_in_float32(family):
     model = tiny_model(family).to(torch.bfloat16)
     wide = copy.deepcopy(model).float()
     with torch.no_grad():
@@ -30,7 +30,7 @@ def test_a_model_computed_in_float32_is_its_copy_in_float32(family: str) -> None
 
 
 @pytest.mark.parametrize("at", [0, 3, 9])
-def test_an_error_anywhere_gives_every_weight_back(at: int) -> None:
+def test_an_error_anywhere_gives_every_weight_back(at):
     model = tiny_model("gemma2").to(torch.bfloat16)
     before = weights(model)
     modules = [module for module in model.modules() if not list(module.children())]
@@ -46,7 +46,7 @@ def test_an_error_anywhere_gives_every_weight_back(at: int) -> None:
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in modules)
 
 
-def test_no_more_than_one_module_is_there_twice() -> None:
+def test_no_more_than_one_module_is_there_twice():
     model = tiny_model().to(torch.bfloat16)
     most = 0
 
@@ -64,7 +64,7 @@ def test_no_more_than_one_module_is_there_twice() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_deviation_is_proportional_to_the_unit_roundoff(dtype: torch.dtype) -> None:
+def test_the_deviation_is_proportional_to_the_unit_roundoff(dtype):
     model = tiny_model().to(dtype)
     with torch.no_grad():
         found = rounding_of(model, TEXT, last_logits(model, TEXT))
@@ -76,8 +76,8 @@ def test_the_deviation_is_proportional_to_the_unit_roundoff(dtype: torch.dtype) 
 
 
 def test_what_cannot_be_computed_with_wider_numbers_is_not_measured(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     model = tiny_model()
 
     def narrow(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The error for models that cannot be served, and a temporary switch of their attention."""
+"""Errors for models that cannot be served, and a temporary switch of their attention."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from transformers import PreTrainedModel
 
 from compiled_attn.errors import ModelRefused
 
-__all__ = ["plain_attention", "refused"]
+__all__ = ["failure", "plain_attention", "refusal"]
 
 
-def refused(model: nn.Module, got: str) -> ModelRefused:
+def refusal(model: nn.Module, got: str) -> ModelRefused:
     """Returns the error for a model that has ``got`` instead of one attention call per layer."""
     return ModelRefused(
         "expected a model whose layers all attend once a step through transformers' "
         f"AttentionInterface, got a {type(model).__name__} {got}: it cannot run on the paged cache"
     )
+
+
+def failure(model: nn.Module, where: str, error: Exception) -> ModelRefused:
+    """Returns the error for a model that fails ``where``, with the first line of its own error."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return refusal(model, f"that fails {where} ({reason})")
 
 
 @contextlib.contextmanager
