@@ -6,41 +6,21 @@ and ``transformers serve --continuous-batching``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
 
 from compiled_attn.contrib.versions import check_tested, installed
 from compiled_attn.engine import EngineConfig
 
-__all__ = ["TESTED", "Installed", "install", "uninstall"]
+__all__ = ["TESTED", "install", "uninstall"]
 
 TESTED = ("5.23", "5.24")
 
 _HOOK = "init_continuous_batching"
-_active: list[Installed] = []
+_active: list[ExitStack] = []  # the last one, which restores what transformers had
 
 
-class Installed:
-    """A context manager that uninstalls on exit."""
-
-    def __init__(self, config: EngineConfig | None, original: Callable[..., Any]) -> None:
-        self.config, self.original = config, original
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self in _active:
-            uninstall()
-
-
-def install(config: EngineConfig | None = None) -> Installed:
+def install(config: EngineConfig | None = None) -> ExitStack:
     """Use our engine for the continuous batching of every model.
 
     The first manager of a model creates and warms up an engine, which is stored on the model and
@@ -66,27 +46,24 @@ def install(config: EngineConfig | None = None) -> Installed:
 
     from compiled_attn.contrib.transformers.manager import manager_for
 
-    uninstall()
-    state = Installed(config, getattr(ContinuousMixin, _HOOK))
-
     def init_continuous_batching(
         self: Any,
         generation_config: Any = None,
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        return manager_for(self, generation_config, continuous_batching_config, state.config)
+        return manager_for(self, generation_config, continuous_batching_config, config)
 
-    _active.append(state)  # first, so that an interrupt can be undone
+    uninstall()
+    restore = ExitStack()
+    restore.callback(setattr, ContinuousMixin, _HOOK, getattr(ContinuousMixin, _HOOK))
+    _active.append(restore)  # first, so that an interrupt can be undone
     setattr(ContinuousMixin, _HOOK, init_continuous_batching)
-    return state
+    return restore
 
 
 def uninstall() -> None:
     """Restore transformers' own continuous batching, if replaced; running managers continue."""
-    if not _active:
-        return
-    from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
-
-    setattr(ContinuousMixin, _HOOK, _active[-1].original)
-    _active.pop()
+    while _active:
+        _active[-1].close()
+        _active.pop()

@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -53,39 +54,24 @@ def manager_for(
         raise EngineUnsupported("expected return_logprobs=False, got True: uninstall")
     settings = generation_config or model.generation_config
     attention = model.config._attn_implementation
-    cached: _Cached | None = getattr(model, _ATTRIBUTE, None)
-    if cached is None:
+    if (cached := getattr(model, _ATTRIBUTE, None)) is None:
         try:
-            cached = _Cached(Engine(model, config), threading.Lock())
+            cached = Engine(model, config), threading.Lock()
         finally:
             model.set_attn_implementation(attention)
         setattr(model, _ATTRIBUTE, cached)
-    return EngineManager(model, cached.engine, settings, attention, cached.in_use)
-
-
-class _Cached(NamedTuple):
-    """The engine of a model, and the lock of the manager that uses it."""
-
-    engine: Engine
-    in_use: threading.Lock
-
-
-@dataclass
-class Status:
-    """State of the thread, as transformers reads it."""
-
-    fatal_error: BaseException | None = None
+    engine, in_use = cached
+    return EngineManager(model, engine, settings, attention, in_use)
 
 
 @dataclass
 class _Queued:
-    """A request and its tokens so far."""
+    """A request; ``output`` has its tokens so far."""
 
     output: GenerationOutput
     sampling: SamplingParams
     streaming: bool
     started_s: float = -1
-    tokens: list[int] = field(default_factory=list)
 
 
 class EngineManager:
@@ -107,7 +93,8 @@ class EngineManager:
     ) -> None:
         sampling_for(model, settings, (), 1)  # refuse unsupported settings early
         self.model, self.engine, self.generation_config = model, engine, settings
-        self.background_thread_status, self.output_router = Status(), OutputRouter()
+        self.background_thread_status = SimpleNamespace(fatal_error=None)
+        self.output_router = OutputRouter()
         self._attention, self._in_use = attention, in_use
         self._names = (f"req_{number}" for number in itertools.count())
         self._queue: queue.SimpleQueue[_Queued | str] = queue.SimpleQueue()
@@ -314,7 +301,7 @@ class EngineManager:
             if request.started_s < 0:
                 request.started_s = time.perf_counter()
             if event.token is not None:
-                request.tokens.append(event.token)
+                request.output.generated_tokens.append(event.token)
             if event.result is not None:
                 del self._open[event.request_id]
                 outputs.append(_output(request, RequestStatus.FINISHED, event.result.error or None))
@@ -341,13 +328,11 @@ class EngineManager:
 def _output(request: _Queued, status: RequestStatus, error: str | None) -> GenerationOutput:
     """transformers' output of a request: all of its tokens so far."""
     is_finished = status >= RequestStatus.FINISHED
-    return GenerationOutput(
-        request.output.request_id,
-        prompt_ids=request.output.prompt_ids,
-        generated_tokens=request.tokens[:],
+    return replace(
+        request.output,
+        generated_tokens=request.output.generated_tokens[:],
         error=error,
         status=RequestStatus.FAILED if error else status,
-        created_time=request.output.created_time,
         lifespan=(request.started_s, time.perf_counter() if is_finished else -1),
     )
 
