@@ -64,7 +64,8 @@ def graph_factors(
     Source files of the callable, of all that it imports (installed packages by their version) and
     of this package; attributes, closures and globals that are not tensors; shapes, dtypes, devices
     and strides of its inputs, parameters and buffers; the settings of torch and inductor, and the
-    environment.
+    environment. Functions replaced in modules of installed packages, and objects nested deeper than
+    six levels, are not seen.
 
     Args:
         function: the callable to capture.

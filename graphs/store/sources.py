@@ -126,12 +126,14 @@ def _reachable(names: frozenset[str]) -> tuple[dict[str, str], frozenset[str]]:
     if any(_changed(name, *found) for name, found in reached.files.items()):
         _reach.cache_clear()
         return _reachable(names)
-    digests = {}
-    for name, (_, digest, time_ns, _) in reached.files.items():
-        if time_ns > _STARTED and (module := loaded([name])):  # perhaps edited after its import
-            digest += f" loaded as {code_of(module[name])}"
-        digests[name] = digest
-    return digests, reached.packages
+    found = reached.files.items()
+    return {name: at[1] + _if_edited(name, at[2]) for name, at in found}, reached.packages
+
+
+def _if_edited(name: str, time_ns: int) -> str:
+    """The code of a module that was loaded from a file that may have been edited since."""
+    module = loaded([name]) if time_ns > _STARTED else {}
+    return f" loaded as {code_of(module[name])}" if module else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -196,5 +198,8 @@ def _read(file: Path, package: str, *_: int) -> tuple[str, tuple[str, ...]]:
 def _own_digest() -> str:
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\n" + path.read_bytes())
+        part = path.relative_to(folder)
+        name = ".".join([_GRAPHS, *part.with_suffix("").parts]).removesuffix(".__init__")
+        loaded_as = _if_edited(name, path.stat().st_ctime_ns)
+        digest.update(f"{part.as_posix()}{loaded_as}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]

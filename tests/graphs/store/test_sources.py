@@ -161,12 +161,13 @@ def test_a_change_of_any_file_of_this_package_is_another_key(tmp_path, monkeypat
     (tmp_path / "graphs" / "backends").mkdir(parents=True)
     file = Path(tmp_path, "graphs", "backends", "inductor.py")
     digests = set()
-    for text in ("", "one", "two"):
+    for text, started in (("", 0), ("one", 0), ("two", 0), ("two", sys.maxsize)):
         file.write_text(text)
+        monkeypatch.setattr(sources, "_STARTED", started)  # edited since, or not
         sources._own_digest.cache_clear()
         digests.add(sources._own_digest())
     sources._own_digest.cache_clear()
-    assert len(digests) == 3
+    assert len(digests) == 4
 
 
 def test_relative_imports_of_a_package_that_is_run_as_main_count(own, monkeypatch):
