@@ -18,6 +18,7 @@ from torch import nn
 from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import tensors_of
+from graphs.cgroups import lines_of
 from graphs.files import short_digest
 from graphs.store.modules import version_of
 from graphs.store.sources import CodeDigests
@@ -134,12 +135,11 @@ def _cpu() -> str:
     # `-march=native` depends on these.
     wanted = ("model name", "flags", "Features", "CPU part")
     lines: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in wanted:
-                lines.setdefault(name.strip(), value.strip())
-    except OSError:
+    for line in lines_of(Path("/proc/cpuinfo")):
+        name, _, value = line.partition(":")
+        if name.strip() in wanted:
+            lines.setdefault(name.strip(), value.strip())
+    if not lines:
         lines["processor"] = platform.processor()
     model, digest = lines.get("model name") or platform.machine(), short_digest(json.dumps(lines))
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, flags {digest}"
