@@ -151,6 +151,10 @@ class CudaGraphBackend(Backend):
         inner = self._compiling(job)
         return inner.spec.backend.has(inner)
 
+    def warming_up(self) -> AbstractContextManager[object]:
+        """As that of the backend that compiles."""
+        return self._inductor.warming_up()
+
     def why_no_symbolic(self) -> str:
         """An empty string: recordings share compiled code."""
         return ""

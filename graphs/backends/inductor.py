@@ -23,7 +23,7 @@ from graphs.torch_internals.compiling import (
     why_stale,
 )
 from graphs.torch_internals.direct_call import direct_path
-from graphs.torch_internals.errors import first_hint
+from graphs.torch_internals.events import first_hint
 from graphs.torch_internals.example_inputs import mark_symbolic, separate_storages
 from graphs.torch_internals.features import with_features
 from graphs.torch_internals.replay.replay import Replays

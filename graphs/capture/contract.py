@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +56,10 @@ class Backend(ABC):
     def has(self, job: Job) -> bool:
         """Return whether a capture would find its graph in a store."""
         return False
+
+    def warming_up(self) -> AbstractContextManager[object]:
+        """Return a context manager around the captures of one warmup."""
+        return nullcontext()
 
     def why_no_symbolic(self) -> str:
         """Return why captures cannot share a graph of symbolic sizes, or an empty string."""

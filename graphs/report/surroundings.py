@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphs.capture.memory import machine_bytes
-from graphs.cgroups import usable_cores
+from graphs.cgroups import lines_of, usable_cores
 
 __all__ = ["machine", "surroundings"]
 
@@ -69,12 +69,8 @@ def _version(package: str) -> str | None:
 
 
 def _cpuinfo(name: str) -> str:
-    try:
-        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    found = re.search(rf"^{re.escape(name)}[ \t]*:[ \t]*(.*)$", lines, re.MULTILINE)
-    return found[1].strip() if found else ""
+    rows = (line.partition(":") for line in lines_of(_CPUINFO))
+    return next((value.strip() for key, _, value in rows if key.strip() == name), "")
 
 
 def _lscpu() -> str:

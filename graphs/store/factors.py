@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -18,13 +18,14 @@ from torch import nn
 from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import tensors_of
+from graphs.cgroups import lines_of
 from graphs.files import short_digest
-from graphs.store.modules import loaded, version_of
-from graphs.store.sources import sources_of
-from graphs.store.values import describe, digest_of_globals
+from graphs.store.modules import version_of
+from graphs.store.sources import CodeDigests
+from graphs.store.values import describe
 from graphs.torch_internals.settings import custom_passes, settings_digests, settings_snapshot
 
-__all__ = ["GlobalDigests", "environment_factors", "graph_factors", "key_of"]
+__all__ = ["environment_factors", "graph_factors", "key_of"]
 
 _ANY = -1
 
@@ -57,14 +58,15 @@ def graph_factors(
     backend: str,
     options: Mapping[str, Any],
     dims: Sequence[Sequence[int]] = (),
-    digests: GlobalDigests | None = None,
+    digests: CodeDigests | None = None,
 ) -> dict[str, Any] | None:
     """Everything that the graph of a callable at the shapes of its inputs depends on.
 
     Source files of the callable, of all that it imports (installed packages by their version) and
     of this package; attributes, closures and globals that are not tensors; shapes, dtypes, devices
     and strides of its inputs, parameters and buffers; the settings of torch and inductor, and the
-    environment.
+    environment. Functions replaced in modules of installed packages, and objects nested deeper than
+    six levels, are not seen.
 
     Args:
         function: the callable to capture.
@@ -72,7 +74,7 @@ def graph_factors(
         backend: its name.
         options: of the backend.
         dims: of each input, the dimensions whose sizes are symbolic.
-        digests: of globals, if captures before this one may have changed some.
+        digests: of code, if captures before this one may have changed globals.
 
     Returns:
         None if an option, or a custom pass of inductor, is an object without a `uuid()`, whose
@@ -82,8 +84,7 @@ def graph_factors(
     if described is None:
         return None
     description = describe(function)
-    sources, names = sources_of(description.objects)
-    digests = digests or GlobalDigests()
+    sources, globals_digest = (digests or CodeDigests()).read(description.objects)
     return {
         **environment_factors(),
         "backend": backend,
@@ -99,7 +100,7 @@ def graph_factors(
         "state": _state(function),
         "values": description.digest,
         "sources": sources,
-        "globals": short_digest(json.dumps(digests.read(names))),
+        "globals": globals_digest,
     }
 
 
@@ -129,46 +130,16 @@ def _any_size(spec: InputSpec, dims: Sequence[int]) -> InputSpec:
     )
 
 
-class GlobalDigests:
-    """Digests of the globals of modules, apart from what captures change or import themselves.
-
-    That is not changed where the graphs are loaded, and so may not count.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, str] = {}
-        self._before: dict[tuple[str, str], str] = {}
-
-    def read(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """Name and digest of those modules that count."""
-        self._last = now = _digests_of(names, is_known=True)
-        own = ((name, self._before.get((name, digest), digest)) for name, digest in now.items())
-        return [(name, digest) for name, digest in own if digest]
-
-    def ignore_changes(self) -> None:
-        """Ignore what has changed since the last call of `read`."""
-        for name, digest in _digests_of(self._last).items():
-            if (before := self._last[name]) != digest:
-                self._before[name, digest] = self._before.get((name, before), before)
-
-
-def _digests_of(names: Iterable[str], *, is_known: bool = False) -> dict[str, str]:
-    found = loaded(names)
-    absent = dict.fromkeys(names, "")
-    return absent | {n: digest_of_globals(m, is_known=is_known) for n, m in found.items()}
-
-
 @functools.lru_cache(maxsize=1)
 def _cpu() -> str:
     # `-march=native` depends on these.
     wanted = ("model name", "flags", "Features", "CPU part")
     lines: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in wanted:
-                lines.setdefault(name.strip(), value.strip())
-    except OSError:
+    for line in lines_of(Path("/proc/cpuinfo")):
+        name, _, value = line.partition(":")
+        if name.strip() in wanted:
+            lines.setdefault(name.strip(), value.strip())
+    if not lines:
         lines["processor"] = platform.processor()
     model, digest = lines.get("model name") or platform.machine(), short_digest(json.dumps(lines))
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, flags {digest}"

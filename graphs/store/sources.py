@@ -1,4 +1,4 @@
-"""Source files that a graph depends on, by SHA-256, and the versions of installed packages.
+"""Source files and globals that a graph depends on, and the versions of installed packages.
 
 Conservative: the whole file of every module that the callable's classes and functions come from,
 and of all that these files import, at the top or inside a function; of what is installed, the
@@ -9,33 +9,89 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from graphs.files import short_digest
 from graphs.store.modules import file_of, imports_in, is_own, loaded, version_of
-from graphs.store.values import code_of, modules_used_by
+from graphs.store.values import code_of, digest_of_globals, modules_used_by
 
-__all__ = ["sources_of"]
+__all__ = ["CodeDigests"]
 
 _GRAPHS = "graphs"
 
 
-def sources_of(objects: Iterable[Any]) -> tuple[dict[str, str], list[str]]:
-    """Digests of the source files behind objects, versions of packages, and names of modules.
+class CodeDigests:
+    """Digests of source files, versions of packages and globals of modules.
 
-    Code without a file, such as that of an interactive session, is described with its values. This
-    package counts as one digest of all its files, as any of them may make the artifact.
+    Globals that captures change or import themselves do not count, since they are not changed where
+    the graphs are loaded.
     """
-    names = frozenset(name for value in objects for name in _modules_of(value))
-    files, packages = _reachable(names)
-    found = {_GRAPHS: _own_digest()} | files
-    found |= {name: version for name in packages if (version := version_of(name))}
-    return dict(sorted(found.items())), sorted(files)
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+        self._before: dict[tuple[str, str], str] = {}
+        self._known: dict[frozenset[str], tuple[dict[str, str], str]] | None = None
+
+    @contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Read each module once within the block, whatever changes there."""
+        if self._known is not None:  # within another block
+            yield
+            return
+        self._known, self._last = {}, {}
+        try:
+            yield
+        finally:
+            self._known = None
+            self.ignore_changes()
+
+    def read(self, objects: Iterable[Any]) -> tuple[dict[str, str], str]:
+        """Digests and versions of what the code of objects comes from, and a digest of its globals.
+
+        Code without a file, such as that of an interactive session, is described with its values.
+        This package counts as one digest of all its files, as any of them may make the artifact.
+        """
+        names = frozenset(name for value in objects for name in _modules_of(value))
+        if self._known is None:
+            return self._read(names)
+        if names not in self._known:
+            self._ignore_changes()  # by captures in this block
+            self._known[names] = self._read(names)
+        return self._known[names]
+
+    def ignore_changes(self) -> None:
+        """Ignore what has changed since the last call of `read`; waits for the end of a block."""
+        if self._known is None:
+            self._ignore_changes()
+
+    def _read(self, names: frozenset[str]) -> tuple[dict[str, str], str]:
+        files, packages = _reachable(names)
+        sources = {_GRAPHS: _own_digest()} | files
+        sources |= {name: version for name in packages if (version := version_of(name))}
+        now = _digests_of(sorted(files), is_known=True)
+        self._last = now if self._known is None else self._last | now
+        own = ((name, self._before.get((name, digest), digest)) for name, digest in now.items())
+        globals_digest = short_digest(json.dumps([each for each in own if each[1]]))
+        return dict(sorted(sources.items())), globals_digest
+
+    def _ignore_changes(self) -> None:
+        for name, digest in _digests_of(self._last).items():
+            if (before := self._last[name]) != digest:
+                self._before[name, digest] = self._before.get((name, before), before)
+
+
+def _digests_of(names: Iterable[str], *, is_known: bool = False) -> dict[str, str]:
+    found = loaded(names)
+    absent = dict.fromkeys(names, "")
+    return absent | {n: digest_of_globals(m, is_known=is_known) for n, m in found.items()}
 
 
 def _modules_of(value: Any) -> Iterable[str]:
@@ -70,12 +126,14 @@ def _reachable(names: frozenset[str]) -> tuple[dict[str, str], frozenset[str]]:
     if any(_changed(name, *found) for name, found in reached.files.items()):
         _reach.cache_clear()
         return _reachable(names)
-    digests = {}
-    for name, (_, digest, time_ns, _) in reached.files.items():
-        if time_ns > _STARTED and (module := loaded([name])):  # perhaps edited after its import
-            digest += f" loaded as {code_of(module[name])}"
-        digests[name] = digest
-    return digests, reached.packages
+    found = reached.files.items()
+    return {name: at[1] + _if_edited(name, at[2]) for name, at in found}, reached.packages
+
+
+def _if_edited(name: str, time_ns: int) -> str:
+    """The code of a module that was loaded from a file that may have been edited since."""
+    module = loaded([name]) if time_ns > _STARTED else {}
+    return f" loaded as {code_of(module[name])}" if module else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,5 +198,8 @@ def _read(file: Path, package: str, *_: int) -> tuple[str, tuple[str, ...]]:
 def _own_digest() -> str:
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\n" + path.read_bytes())
+        part = path.relative_to(folder)
+        name = ".".join([_GRAPHS, *part.with_suffix("").parts]).removesuffix(".__init__")
+        loaded_as = _if_edited(name, path.stat().st_ctime_ns)
+        digest.update(f"{part.as_posix()}{loaded_as}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]

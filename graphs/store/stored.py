@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -14,8 +15,9 @@ from torch import nn
 from graphs.backends.aoti import AotiBackend, load
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.errors import CaptureError
-from graphs.store.factors import GlobalDigests, graph_factors
+from graphs.store.factors import graph_factors
 from graphs.store.misses import Misses
+from graphs.store.sources import CodeDigests
 from graphs.store.store import ArtifactStore
 from graphs.watch.causes import describe_failure
 
@@ -52,7 +54,11 @@ class StoredBackend(Backend):
         self._read = read
         self.loaded = self.stored = 0
         self.misses = Misses()
-        self._digests = GlobalDigests()
+        self._digests = CodeDigests()
+
+    def warming_up(self) -> AbstractContextManager[object]:
+        """Read source files and globals once for all captures in it."""
+        return self._digests.reading_once()
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.files import short_digest
-from graphs.store.modules import has_file, is_own
+from graphs.store.modules import file_of, has_file, is_own
 
 __all__ = ["Description", "code_of", "describe", "digest_of_globals", "modules_used_by"]
 
@@ -336,7 +337,7 @@ def _parts_of_class(kind: type, with_packages: bool) -> list[tuple[str, Any]]:
                 parts.append((name, value))
         elif not is_typed_in and name.startswith("__") and _is_generated(function):
             continue
-        elif is_whole or _package_of(function) != package:
+        elif is_whole or _is_put_in(function, name, module):
             parts.append((name, function))
     return parts
 
@@ -372,8 +373,21 @@ def _is_generated(function: FunctionType) -> bool:
     return function.__code__.co_filename == "<string>"  # as of dataclasses
 
 
-def _package_of(function: FunctionType) -> str:
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
+def _is_put_in(function: FunctionType, name: str, module: str) -> bool:
+    """Whether a function in a package's class is of own code, or replaces one of the class.
+
+    A method that another package adds is called only by code that needs that package.
+    """
+    home = str(function.__globals__.get("__name__", ""))
+    if home.partition(".")[0] == module.partition(".")[0]:
+        return False
+    return not has_file(home) or is_own(home) or _contains(module, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _contains(module: str, name: str) -> bool:
+    file = file_of(module)
+    return file is None or name.encode() in file.read_bytes()
 
 
 def _names_of(code: CodeType) -> set[str]:

@@ -1,4 +1,4 @@
-"""Events of Dynamo: start and end of compiles, graphs and breaks, refused recompiles."""
+"""Events and errors of Dynamo: compiles, graphs and breaks, refused recompiles, hints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["CompileHooks", "at_compile_end", "graphs_and_breaks", "interrupts_dynamo"]
+__all__ = [
+    "CompileHooks",
+    "at_compile_end",
+    "first_hint",
+    "graphs_and_breaks",
+    "interrupts_dynamo",
+    "is_of_dynamo",
+]
 
 _CALLBACKS = "torch._dynamo.callback"
 _LIMIT_LOG = "torch._dynamo.convert_frame"
+_HINT = "Hint:"
 
 
 class CompileHooks:
@@ -98,6 +106,17 @@ def interrupts_dynamo(error: type[Exception]) -> type[Exception]:
         error.__init__(self, *args)
 
     return type(error.__name__, (error, TorchRuntimeError), {"__init__": init})
+
+
+def is_of_dynamo(error: BaseException) -> bool:
+    """Whether it is of a class of Dynamo, whose name means nothing to a user."""
+    return type(error).__module__.startswith("torch._dynamo")
+
+
+def first_hint(error: BaseException) -> str:
+    """Return the first hint in an error of Dynamo, or an empty string."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((each.removeprefix(_HINT).strip() for each in lines if each.startswith(_HINT)), "")
 
 
 def _handler() -> Any:

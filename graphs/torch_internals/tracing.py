@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from graphs.torch_internals.settings import unlimited_recompiles
@@ -61,11 +62,11 @@ def why_no_full_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> Ex
 
 
 @contextlib.contextmanager
-def quiet_logs() -> Iterator[None]:
-    """Silence Dynamo's logs of graph breaks."""
-    before = {name: logging.getLogger(name).level for name in _LOUD}
+def quiet_logs(levels: Mapping[str, int] = MappingProxyType(_LOUD)) -> Iterator[None]:
+    """Set levels of loggers inside the context, by default to silence logs of graph breaks."""
+    before = {name: logging.getLogger(name).level for name in levels}
     try:
-        for name, level in _LOUD.items():
+        for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
         yield
     finally:

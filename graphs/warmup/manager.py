@@ -164,8 +164,9 @@ class WarmupManager:
         notify: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:
-            for at in enumerate(todo):
-                self._do(*at, schedule, notify)
+            with self._capturing.spec.backend.warming_up():
+                for at in enumerate(todo):
+                    self._do(*at, schedule, notify)
         except BaseException as error:
             index, bucket = at
             text = type(error).__name__

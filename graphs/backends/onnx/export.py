@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from graphs.errors import NoOnnx
 from graphs.torch_internals.exporting import export_module
+from graphs.torch_internals.tracing import quiet_logs
 
 __all__ = ["OnnxGraph", "to_onnx"]
 
@@ -176,14 +177,7 @@ def _first_cause(error: BaseException) -> str:
 @contextmanager
 def _quietly() -> Iterator[None]:
     # Each export logs a missing torchvision, deprecations inside torch, and rewrite patterns.
-    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
+    levels = dict.fromkeys(("torch.onnx", "onnxscript", "onnx_ir"), logging.ERROR)
+    with quiet_logs(levels), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

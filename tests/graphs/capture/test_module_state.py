@@ -13,8 +13,7 @@ from torch.nn.modules.module import (
 )
 
 from graphs import StaleGraph, capture
-from graphs.capture.dict_versions import DictVersions, has_versions
-from graphs.capture.module_state import ModuleState
+from graphs.capture.module_state import DictVersions, ModuleState, has_versions
 from graphs.store import ArtifactStore, StoredAoti, StoredInductor
 
 pytestmark = pytest.mark.usefixtures("no_grad")
