@@ -35,7 +35,7 @@ __all__ = ["Endpoint", "TemplateEndpoint", "finish_reason"]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 TemplateT = TypeVar("TemplateT", bound=TemplateRequest)
 
-_PAUSE_OF_STREAM_S = 0.00025
+_PAUSE_OF_REQUEST_S, _LONGEST_PAUSE_S = 0.00025, 0.02
 _MIN_CHARACTERS = 2**16  # of a prompt that is always tokenized
 
 
@@ -165,9 +165,10 @@ class Endpoint(ABC, Generic[RequestT]):
     def _pause_s(self) -> float:
         """Limits the time that writing takes when there are many streams.
 
-        A write costs about as much however many tokens it has.
+        A write costs about as much however many tokens it has. Requests that wait write nothing.
         """
-        return self._model.open_requests * _PAUSE_OF_STREAM_S
+        running = len(self._model.llm.engine.scheduler.running)
+        return min(running * _PAUSE_OF_REQUEST_S, _LONGEST_PAUSE_S)
 
     def _limited(
         self, request: RequestT, prompt: list[int], sampling: SamplingParams
