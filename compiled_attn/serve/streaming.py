@@ -143,7 +143,8 @@ async def stream_answer(
         handle: the generation, which is cancelled if the reader stops.
         events: makes the events of its tokens.
         writer: writes those before and after.
-        observe_gaps: called with the mean seconds between tokens, and how many gaps there were.
+        observe_gaps: called with the mean seconds between tokens, and how many gaps there were. The
+            gaps inside the first write, whose tokens have no times, count with those of the next.
         pause_s: returns the seconds in which tokens are collected after each event.
 
     Raises:
@@ -151,14 +152,22 @@ async def stream_answer(
     """
     if start := writer.start() + events.start():
         yield start
-    last_s = 0.0
+    last_s, first_gaps = None, 0
     try:
         while batch := await handle.read():
             now_s, result = time.perf_counter(), batch[-1].result
-            gap_s = (now_s - last_s) / len(batch) if last_s else 0.0
-            observe_gaps(gap_s, len(batch) if last_s else len(batch) - 1)
-            last_s, error = now_s, result.error if result is not None else ""
-            text = events.put(batch[:-1] if error else batch)
+            error = result.error if result is not None else ""
+            tokens = batch[:-1] if error else batch
+            if last_s is not None and tokens:
+                observe_gaps((now_s - last_s) / len(tokens), first_gaps + len(tokens))
+                first_gaps = 0
+            elif len(tokens) > 1 and result is not None:  # the engine has timed all of them
+                gaps = len(result.tokens) - 1
+                observe_gaps((result.latency_s - result.ttft_s) / gaps, gaps)
+            else:
+                first_gaps = max(len(tokens) - 1, 0)
+            last_s = now_s
+            text = events.put(tokens)
             if result is not None and not error:
                 text += events.finish() + writer.finish(result)
             if text:
