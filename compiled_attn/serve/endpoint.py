@@ -28,7 +28,7 @@ from compiled_attn.serve.streaming import (
 )
 from compiled_attn.text import AnswerPieces, Tokenizer
 from compiled_attn.text.answer import Answer
-from graphs.errors import clipped
+from graphs.errors import clipped, quoted
 
 __all__ = ["Endpoint", "TemplateEndpoint", "finish_reason"]
 
@@ -36,6 +36,7 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 TemplateT = TypeVar("TemplateT", bound=TemplateRequest)
 
 _PAUSE_OF_REQUEST_S, _LONGEST_PAUSE_S = 0.00025, 0.02
+_MANY_TOKENS = 1000  # of answers that a thread decodes and parses
 _MIN_CHARACTERS = 2**16  # of a prompt that is always tokenized
 
 
@@ -85,7 +86,8 @@ class Endpoint(ABC, Generic[RequestT]):
         results = await context.unless_gone(asyncio.gather(*handles))
         if failed := [result.error for result in results if result.error]:
             raise RuntimeError(failed[0])
-        if any(result.logprobs is not None for result in results):  # of thousands of tokens, maybe
+        tokens = sum(len(result.tokens) for result in results)
+        if tokens > _MANY_TOKENS or any(result.logprobs is not None for result in results):
             content = await asyncio.to_thread(self._respond, request, results, context)
         else:
             content = self._respond(request, results, context)
@@ -123,7 +125,8 @@ class Endpoint(ABC, Generic[RequestT]):
         request: RequestT = self.request_type.parse(body)
         if request.model not in (None, self._model.name):
             raise RequestError(
-                f"expected the model {self._model.name!r}, got {request.model!r}: GET /v1/models",
+                f"expected the model {self._model.name!r}, got {quoted(request.model)}: GET "
+                "/v1/models",
                 404,
             )
         return request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 from compiled_attn.engine.request_state import GenerationResult
 from compiled_attn.engine.sampling import SamplingParams
@@ -20,18 +21,20 @@ class TextPieces:
 
     Args:
         tokenizer: that of the model.
+        special: special tokens are part of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, special=special)
+        self._hidden = frozenset[int]() if special else tokenizer.special
         self._context: list[int] = []  # of the last piece: the next tokens are decoded after it
         self._context_text = ""
         self._open: list[int] = []  # whose text may change with the next token
 
     def put(self, *tokens: int) -> str:
         """Returns what tokens add to the text; empty while a character is incomplete."""
-        special = self._tokenizer.special
-        self._open += [token for token in tokens if token not in special]
+        self._open += [token for token in tokens if token not in self._hidden]
         if not self._open or self._tokenizer.is_in_run(self._open[-1]):
             return ""
         piece = self._piece()
@@ -53,7 +56,7 @@ class TextPieces:
 
     def _settle(self, count: int, piece: str) -> str:
         self._context, self._open = self._open[:count], self._open[count:]
-        self._context_text = self._tokenizer.decode(self._context)
+        self._context_text = self._decode(self._context)
         return piece
 
     def rest(self) -> str:
@@ -62,7 +65,7 @@ class TextPieces:
 
     def _piece(self, count: int | None = None) -> str:
         """Text of the first `count` open tokens, or of all."""
-        text = self._tokenizer.decode([*self._context, *self._open[:count]])
+        text = self._decode([*self._context, *self._open[:count]])
         return text[len(self._context_text) :]
 
 

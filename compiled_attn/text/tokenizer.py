@@ -100,10 +100,10 @@ class Tokenizer:
             raise ConfigError(f"expected a prompt with text, got {got}: give it a word to go on")
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens without the special ones; an incomplete character is U+FFFD."""
-        if len(tokens) != 1:
-            return self._decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Decodes tokens, by default without special ones; an incomplete character is U+FFFD."""
+        if len(tokens) != 1 or special:
+            return self._decode(tokens, skip_special_tokens=not special)
         (token,) = tokens
         if (text := self._text_of_one.get(token)) is None:
             text = self._text_of_one[token] = self._decode(tokens, skip_special_tokens=True)
