@@ -116,11 +116,7 @@ def response_template(llm: LLM) -> dict[str, Any] | None:
 class OutputParser:
     """Parses the tokens of one answer, whole or as they come.
 
-    Args:
-        llm: the model.
-        template: its response template.
-        prompt: token ids, whose end may have opened a region, such as reasoning.
-        tools: of the request, which give the types of arguments.
+    The end of the prompt may have opened a region, such as reasoning. Tools type their arguments.
     """
 
     def __init__(

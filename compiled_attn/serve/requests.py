@@ -325,13 +325,12 @@ class ResponseRequest(TemplateRequest):
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Input and instructions as chat messages."""
-        if isinstance(self.input, str):
-            messages = [{"role": "user", "content": self.input}]
-        elif isinstance(self.input[0], Part):
-            text = " ".join(part.text for part in self.input if isinstance(part, Part))
+        given: Any = self.input
+        if isinstance(given, str) or isinstance(given[0], Part):
+            text = given if isinstance(given, str) else " ".join(part.text for part in given)
             messages = [{"role": "user", "content": text}]
         else:
-            messages = messages_of(self.input)
+            messages = messages_of(given)
         if self.instructions:
             if messages[0]["role"] == "system":
                 messages.pop(0)
@@ -340,14 +339,11 @@ class ResponseRequest(TemplateRequest):
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The flat functions of this endpoint, nested as in chats."""
-        if not self.tools:
-            return self.tools
-        return [
-            tool
-            if "function" in tool
-            else {
-                "type": "function",
-                "function": {name: value for name, value in tool.items() if name != "type"},
-            }
+        return self.tools and [
+            tool if "function" in tool else {"type": "function", "function": _without_type(tool)}
             for tool in self.tools
         ]
+
+
+def _without_type(tool: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tool.items() if name != "type"}

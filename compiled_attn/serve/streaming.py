@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Protocol
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from compiled_attn.engine import GenerationResult, RequestHandle, TokenEvent
+from compiled_attn.engine import GenerationResult, TokenEvent
 from compiled_attn.serve.context import RequestContext
-from compiled_attn.serve.http_errors import error_content
 from compiled_attn.serve.output_parser import OutputParser, Piece, Reasoning, ToolCall
 from compiled_attn.serve.token_logprobs import OffsetCounter, ScoredToken
 from compiled_attn.text import AnswerPieces, Tokenizer
@@ -24,13 +22,9 @@ __all__ = [
     "EventWriter",
     "ParsedEvents",
     "TextEvents",
-    "error_event",
     "merge_streams",
-    "stream_answer",
     "to_json",
 ]
-
-_SHORTEST_PAUSE_S = 0.001
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -55,14 +49,7 @@ class EventWriter(Protocol):
 
 
 class TextEvents:
-    """Turns the tokens of an answer that is plain text into events; ``""`` is none.
-
-    Args:
-        writer: writes them.
-        pieces: decodes the tokens.
-        end_tokens: tokens that are not part of the text.
-        tokenizer: of the model.
-    """
+    """Turns the tokens of an answer that is plain text into events; ``""`` is none."""
 
     def __init__(
         self,
@@ -130,56 +117,6 @@ def _token(event: TokenEvent) -> int:
     return event.token
 
 
-async def stream_answer(
-    handle: RequestHandle,
-    events: TextEvents,
-    writer: EventWriter,
-    observe_gaps: Callable[[float, int], None],
-    pause_s: Callable[[], float],
-) -> AsyncGenerator[str]:
-    """Yields the events of an answer as its tokens come.
-
-    Args:
-        handle: the generation, which is cancelled if the reader stops.
-        events: makes the events of its tokens.
-        writer: writes those before and after.
-        observe_gaps: called with the mean seconds between tokens, and how many gaps there were. The
-            gaps inside the first write, whose tokens have no times, count with those of the next.
-        pause_s: returns the seconds in which tokens are collected after each event.
-
-    Raises:
-        RuntimeError: the generation failed.
-    """
-    if start := writer.start() + events.start():
-        yield start
-    last_s, first_gaps = None, 0
-    try:
-        while batch := await handle.read():
-            now_s, result = time.perf_counter(), batch[-1].result
-            error = result.error if result is not None else ""
-            tokens = batch[:-1] if error else batch
-            if last_s is not None and tokens:
-                observe_gaps((now_s - last_s) / len(tokens), first_gaps + len(tokens))
-                first_gaps = 0
-            elif len(tokens) > 1 and result is not None:  # the engine has timed all of them
-                gaps = len(result.tokens) - 1
-                observe_gaps((result.latency_s - result.ttft_s) / gaps, gaps)
-            else:
-                first_gaps = max(len(tokens) - 1, 0)
-            last_s = now_s
-            text = events.put(tokens)
-            if result is not None and not error:
-                text += events.finish() + writer.finish(result)
-            if text:
-                yield text
-            if error:
-                raise RuntimeError(error)
-            if result is None and (seconds := pause_s()) > _SHORTEST_PAUSE_S:
-                await asyncio.sleep(seconds)
-    finally:
-        handle.cancel()
-
-
 def merge_streams(streams: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[str]:
     """Yields the events of streams as they come; the first that raises ends all."""
     return streams[0] if len(streams) == 1 else _merge(streams)
@@ -215,12 +152,7 @@ async def _merge(streams: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[str]:
 
 
 class EventStream(Response):
-    """Sends server-sent events; cancels the generations when the client goes away.
-
-    Args:
-        events: yields them.
-        context: of the request.
-    """
+    """Sends server-sent events; cancels the generations when the client goes away."""
 
     media_type = "text/event-stream"
 
@@ -242,8 +174,3 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             gone.cancel()
-
-
-def error_event(error: Exception) -> str:
-    """The event of an error, which ends a stream."""
-    return f"data: {to_json(error_content(500, str(error)))}\n\n"

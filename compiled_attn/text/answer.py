@@ -19,9 +19,7 @@ _MAX_OPEN = 4 * _MAX_CHARACTER_BYTES
 class TextPieces:
     """Decodes tokens as they come; all pieces together are the text of all tokens.
 
-    Args:
-        tokenizer: that of the model.
-        special: special tokens are part of the text.
+    With ``special`` the special tokens are part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
@@ -81,17 +79,11 @@ def end_of(text: str, stop: Sequence[str]) -> int | None:
 class StopFilter:
     """Passes pieces of text on until a stop string, of which no part is shown.
 
-    Args:
-        stop: the strings, none of them empty.
-
-    Attributes:
-        has_stopped: whether one of them came.
+    ``has_stopped`` is whether one of the strings came, none of which is empty.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._held = ""
-        self.has_stopped = False
+        self._stop, self._held, self.has_stopped = stop, "", False
 
     def put(self, piece: str) -> str:
         """Returns what can be shown now; a possible start of a stop string is held back."""
@@ -111,24 +103,19 @@ class StopFilter:
         return "" if self.has_stopped else self._held
 
     def _undecided(self, text: str) -> int:
-        longest = max(map(len, self._stop), default=1)
-        return next(
-            (
-                size
-                for size in range(min(longest - 1, len(text)), 0, -1)
-                if any(each.startswith(text[-size:]) for each in self._stop)
-            ),
-            0,
+        most = min(max(map(len, self._stop)) - 1, len(text))
+        starts = (
+            size
+            for size in range(most, 0, -1)
+            if any(each.startswith(text[-size:]) for each in self._stop)
         )
+        return next(starts, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a prompt.
-
-    Args:
-        text: without end tokens, the stop string and what follows it.
-        result: of the engine: tokens, times, finish reason.
+    """The answer to a prompt: its text without end tokens, a stop string and what follows it, and
+    the result of the engine with tokens, times and finish reason.
     """
 
     text: str
@@ -156,10 +143,7 @@ def _shown(result: GenerationResult, end_tokens: Set[int]) -> list[int]:
 class AnswerPieces:
     """Decodes an answer in pieces, which together are the text of its `Answer`.
 
-    Args:
-        tokenizer: that of the model.
-        sampling: of the request, which has the stop strings.
-        end_tokens: see `compiled_attn.engine.Engine.end_tokens`.
+    ``end_tokens`` are those of `compiled_attn.engine.Engine.end_tokens`.
     """
 
     def __init__(

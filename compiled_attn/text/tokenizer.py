@@ -238,14 +238,12 @@ def _without_tokenizer(model: str | Path) -> ModelError:
 def check_messages(messages: Any) -> None:
     """Raises ConfigError unless these are messages of a chat."""
     is_chat = isinstance(messages, Sequence) and bool(messages)
-    if not is_chat or not all(map(_is_message, messages)):
+    if not is_chat or not all(
+        isinstance(each, Mapping) and isinstance(each.get(key), str)
+        for each in messages
+        for key in ("role", "content")
+    ):
         raise ConfigError(
             "expected messages, each with a role and a content of text, got "
             f"{quoted(messages)}: such as [{{'role': 'user', 'content': 'Hello'}}]"
         )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )

@@ -52,6 +52,8 @@ REFUSED += [
             {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
             "expected chat_template_kwargs: variables of the model's template",
         ),
+        ({"extra_body": {"chat_template_kwargs": 5}}, "expected chat_template_kwargs"),
+        ({"stream_options": {"include_usage": 1}}, "expected stream_options: an object"),
         ({"extra_body": {"moon": 1}}, "got moon"),
         ({"response_format": {"type": "xml"}}, "expected response_format: of type text, json_obj"),
         ({"response_format": SCHEMA_WITHOUT_ONE}, "json_schema with a schema in json_schema"),

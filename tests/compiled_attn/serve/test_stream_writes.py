@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import count
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from compiled_attn.engine import GenerationResult, SamplingParams, TokenEvent
-from compiled_attn.serve import streaming
 from compiled_attn.serve.endpoint import Endpoint
 
 
@@ -32,16 +32,15 @@ def observed(monkeypatch, batches: list[int], *, error: str = "") -> list[tuple[
     given = [[TokenEvent(0, 1)] * size for size in batches]
     given[-1][-1] = TokenEvent(0, None if error else 1, result)
     clock, gaps = count(), []
-    monkeypatch.setattr(streaming.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     handle = Mock(read=AsyncMock(side_effect=[*given, []]))
     events = Mock(**{f"{name}.return_value": "" for name in ("start", "put", "finish")})
     writer = Mock(**{f"{name}.return_value": "" for name in ("start", "finish")})
+    endpoint = Mock(_events=lambda *_: events, _pause_s=lambda: 0.0)
+    endpoint._metrics.observe_gaps = lambda *gap: gaps.append(gap)
 
     async def read() -> None:
-        stream = streaming.stream_answer(
-            handle, events, writer, lambda *gap: gaps.append(gap), lambda: 0.0
-        )
-        async for _ in stream:
+        async for _ in Endpoint._stream_answer(endpoint, None, handle, writer):
             pass
 
     if error:
