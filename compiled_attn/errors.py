@@ -104,12 +104,8 @@ class OutOfBlocks(RuntimeError):
         self, request_id: Hashable, length: int, needed: int, free: int, cached: int, total: int
     ) -> None:
         super().__init__(request_id, length, needed, free, cached, total)
-        self.request_id = request_id
-        self.length = length
-        self.needed = needed
-        self.free = free
-        self.cached = cached
-        self.total = total
+        self.request_id, self.length, self.needed = request_id, length, needed
+        self.free, self.cached, self.total = free, cached, total
 
     def __str__(self) -> str:
         return (

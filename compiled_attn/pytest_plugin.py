@@ -55,9 +55,7 @@ class _Expectation:
         refuse_foreign_graphs()
         from graphs.watch.compiles import CompileWatch
 
-        self._graphs = graphs
-        self._graph_breaks = graph_breaks
-        self._watch = CompileWatch()
+        self._graphs, self._graph_breaks, self._watch = graphs, graph_breaks, CompileWatch()
 
     def __enter__(self) -> CompileWatch:
         self._watch.start()
@@ -173,7 +171,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     marker = item.get_closest_marker("max_graphs")
     if marker is None:
         return (yield)
-    most = _limit(marker)
+    if len(marker.args) != 1 or marker.kwargs or type(marker.args[0]) is not int:
+        got = f"{marker.args} {marker.kwargs}"
+        pytest.fail(f"expected max_graphs(n) with one whole number, got {got}", pytrace=False)
+    most = marker.args[0]
     if (path := foreign_graphs()) is not None:
         pytest.fail(shadowed(path), pytrace=False)
     from graphs.watch.compiles import CompileWatch
@@ -186,15 +187,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if watch.graphs > most:
         pytest.fail(_differs(f"at most {most} graph(s)", watch), pytrace=False)
     return result
-
-
-def _limit(marker: pytest.Mark) -> int:
-    if len(marker.args) != 1 or marker.kwargs or type(marker.args[0]) is not int:
-        pytest.fail(
-            f"expected max_graphs(n) with one whole number, got {marker.args} {marker.kwargs}",
-            pytrace=False,
-        )
-    return int(marker.args[0])
 
 
 def _differs(expected: str, watch: CompileWatch) -> str:

@@ -66,7 +66,7 @@ def _chosen(threads: int | None, given: float) -> str:
             return f"as set: {name}={os.environ[name]}"
     if "torch" in sys.modules:
         return "as it was when torch was loaded"
-    return _measured(threads or _threads_by_default(), given)
+    return _measured(threads or _asked_of_openmp() or len(_usable()), given)
 
 
 def _measured(threads: int, given: float) -> str:
@@ -119,10 +119,6 @@ def _usable() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
-
-
-def _threads_by_default() -> int:
-    return _asked_of_openmp() or len(_usable())
 
 
 def _asked_of_openmp() -> int:

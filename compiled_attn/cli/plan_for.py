@@ -39,10 +39,10 @@ def run_plan_for(options: PlanOptions) -> int:
     print(_tested(format))
     if options.out is None:
         print(text)
-    else:
-        with bad_input():
-            options.out.write_text(text + "\n", encoding="utf-8")
-        print(f"written: {format.use.format(file=options.out)}")
+        return 0
+    with bad_input():
+        options.out.write_text(text + "\n", encoding="utf-8")
+    print(f"written: {format.use.format(file=options.out)}")
     return 0
 
 

@@ -33,10 +33,9 @@ __all__ = ["serve_replicas", "serving_backend", "serving_config"]
 def serving_backend(
     options: ServeOptions,
 ) -> contextlib.AbstractContextManager[str | Backend]:
-    """Return the backend of a server, with its store unless ``--no-store``.
+    """Returns the backend of a server, with its store unless ``--no-store``.
 
-    Raises:
-        UserError: contradicting options, or a store that cannot be used.
+    Raises UserError for contradicting options, or a store that cannot be used.
     """
     if options.store is not None and options.no_store:
         raise UserError("--store and --no-store were both given: choose whether to use a store")
@@ -46,11 +45,7 @@ def serving_backend(
 
 
 def serving_config(options: ServeOptions, backend: str | Backend) -> EngineConfig:
-    """Return the engine settings of a server.
-
-    Raises:
-        ValueError: a bad bucket file, or a setting is refused.
-    """
+    """Returns the engine settings of a server; raises ValueError for those that are refused."""
     # The backend already has its store, if any.
     settings = settings_of(options) | {"backend": backend, "store": False}
     if options.buckets is not None:
@@ -66,11 +61,7 @@ def serve_replicas(
     report: Callable[[str], None],
     http: ServerSettings,
 ) -> None:
-    """Serve until a signal.
-
-    Raises:
-        UserError: Ray is not installed.
-    """
+    """Serves until a signal; raises UserError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         from compiled_attn.contrib.replicas.server import run_fleet

@@ -5,36 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from compiled_attn.cli.demand import Demand, Texts, demand_of, texts_of
+from compiled_attn.cli.demand import Texts, demand_of, texts_of
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, report_error
-from compiled_attn.cli.inputs import model_of, refuse_unavailable
-from compiled_attn.cli.live import ServingView
+from compiled_attn.cli.inputs import model_of, refuse_unavailable, sampling_of
 from compiled_attn.cli.options import RunOptions, settings_of
-from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.cli.table import print_result
 from compiled_attn.contrib.context_parallel import ContextExecutor
-from compiled_attn.engine import (
-    Engine,
-    EngineConfig,
-    EngineReport,
-    GenerationResult,
-    StepInfo,
-)
+from compiled_attn.engine import Engine, EngineConfig, EngineReport, GenerationResult, StepInfo
 from compiled_attn.engine.report import block_series
 from compiled_attn.errors import RankLost, RanksDisagree
 from compiled_attn.models.hf.proof import CheckReport, check
 from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks
-from compiled_attn.text import Answer, Grammars
+from compiled_attn.text import Grammars
 from graphs import (
     BucketOverflow,
     GraphBudgetExceeded,
@@ -49,7 +41,9 @@ from graphs.cli.errors import refuse_unwritable
 from graphs.report import write_report
 from graphs.report.surroundings import surroundings
 
-__all__ = ["run_job"]
+__all__ = ["ServingView", "run_job"]
+
+_EVERY_S = 5.0
 
 _FAILURES = (
     GraphBudgetExceeded,
@@ -63,16 +57,10 @@ _FAILURES = (
 
 
 def run_job(options: RunOptions, waiting: str) -> int:
-    """Runs the command and returns the exit code.
+    """Runs the command and returns the exit code; raises UserError for bad input.
 
     Progress goes to stderr, the result to stdout. All input is checked before the warmup.
-
-    Args:
-        options: of the command.
-        waiting: how threads wait for each other, see `compiled_attn.waiting`.
-
-    Raises:
-        UserError: the input is bad.
+    ``waiting`` is how threads wait for each other, see `compiled_attn.waiting`.
     """
     with bad_input():
         _refuse_contradictions(options)
@@ -121,31 +109,47 @@ def _run(
         demand = demand_of(options, engine.sizing, texts)
         view = ServingView(len(demand.prompts), screen)
         needs: list[str] = []
+
+        def on_step(info: StepInfo) -> None:
+            view(info)
+            if options.record_demand and info.step is not None:
+                needs.append(json.dumps(dict(info.step.uncut_need)) + "\n")
+
         results = engine.generate(
             demand.prompts,
             demand.sampling,
             arrivals=demand.arrivals,
             concurrency=options.concurrency,
-            on_step=_recording(view, needs) if options.record_demand else view,
+            on_step=on_step,
         )
         refuse_unwritable([options.json, options.record_demand], options.report)
-    _print_begin(facts, demand)
-    checked, code, answers = CheckReport(), 0, list[Answer]()
+    # After all checks: the error that refuses an input is printed alone.
+    print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
+    if demand.summary is not None:
+        print(demand.summary, file=sys.stderr)
+    checked, code = CheckReport(), 0
+    if texts is not None:
+        facts["answers"] = []
     try:
         engine.warmup(progress_for(sys.stderr))
         with view:
             finished = [*results]
         if texts is not None:
-            answers = texts.answers(finished, engine)
-            texts.print(answers)
+            facts["answers"] = texts.print_answers(finished, engine)
         if isinstance(engine, RankEngine):
             engine.dismiss()
             if options.check:  # with all of it, as what is served is a share
                 model = model_of(options.model, options.dtype, options.seed, options.device)
         checked = _check(options, model, engine.config, finished, screen)
         if options.check and options.weights == "int8":
-            facts["tokens_others_in_int8"] = _others_in_int8(
-                options, engine.config, finished, screen
+            own = model_of(options.model, options.dtype, options.seed)
+            found = _check(options, own, engine.config, finished, screen)
+            facts["tokens_others_in_int8"] = others = found.mismatched_tokens + len(found.ties)
+            print(
+                f"int8: {others} of {found.checked_tokens} tokens differ from those of weights in "
+                f"{options.dtype}, in {len(found.mismatches)} of {found.checked_requests} requests "
+                "beyond ties",
+                file=sys.stderr,
             )
     except KeyboardInterrupt as error:
         code = _interrupted(error, "interrupted; this is the report so far")
@@ -158,9 +162,10 @@ def _run(
     )
     print_result(report, checked, Console())
     with bad_input():
-        shown = facts | ({"answers": [each.text for each in answers]} if texts else {})
-        _write(options, shown, report, checked, engine, needs)
-    return code or _verdict(report, options.strict)
+        _write(options, facts, report, checked, engine, needs)
+    late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
+    wrong = report.mismatched_tokens + report.failed_requests
+    return code or (FAILED if wrong or (options.strict and late) else 0)
 
 
 def _facts(options: RunOptions, model: PreTrainedModel, waiting: str) -> dict[str, Any]:
@@ -178,13 +183,6 @@ def _facts(options: RunOptions, model: PreTrainedModel, waiting: str) -> dict[st
         "waiting": waiting,
         **surroundings(("transformers", "numpy", "compiled-attn")),
     }
-
-
-def _print_begin(facts: dict[str, Any], demand: Demand) -> None:
-    # After all checks: the error that refuses an input is printed alone.
-    print(f"threads: {facts['threads']}; waiting: {facts['waiting']}", file=sys.stderr)
-    if demand.summary is not None:
-        print(demand.summary, file=sys.stderr)
 
 
 def _follow(engine: RankEngine) -> int:
@@ -239,15 +237,6 @@ def _config(options: RunOptions, backend: str | Backend) -> EngineConfig:
     return EngineConfig(**settings, watch_process=True)  # it is the command's own
 
 
-def _recording(view: ServingView, needs: list[str]) -> Callable[[StepInfo], None]:
-    def on_step(info: StepInfo) -> None:
-        view(info)
-        if info.step is not None:
-            needs.append(json.dumps(dict(info.step.uncut_need)) + "\n")
-
-    return on_step
-
-
 def _check(
     options: RunOptions,
     model: PreTrainedModel,
@@ -263,30 +252,6 @@ def _check(
             on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
             kv_dtype=config.cache_dtype,
         )
-
-
-def _others_in_int8(
-    options: RunOptions,
-    config: EngineConfig,
-    finished: Sequence[GenerationResult],
-    screen: Console,
-) -> int:
-    own = model_of(options.model, options.dtype, options.seed)
-    found = _check(options, own, config, finished, screen)
-    others = found.mismatched_tokens + len(found.ties)
-    print(
-        f"int8: {others} of {found.checked_tokens} tokens differ from those of weights in "
-        f"{options.dtype}, in {len(found.mismatches)} of {found.checked_requests} requests beyond "
-        "ties",
-        file=sys.stderr,
-    )
-    return others
-
-
-def _verdict(report: EngineReport, strict: bool) -> int:
-    late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
-    wrong = report.mismatched_tokens + report.failed_requests
-    return FAILED if wrong or (strict and late) else 0
 
 
 def _write(
@@ -307,3 +272,39 @@ def _write(
         charts = {"series": block_series(engine.tally.blocks, engine.sizing.num_blocks - 1)}
         unchecked = {} if report.checked_requests else {"mismatched_tokens": None}
         write_report(options.report, result | unchecked | charts, title="compiled-attn run")
+
+
+class ServingView:
+    """Shows finished requests, speed, queue and blocks; called with each step.
+
+    A terminal has one live line, anything else a line every few seconds.
+    """
+
+    def __init__(self, requests: int, console: Console) -> None:
+        self._requests, self._console, self._next_s = requests, console, _EVERY_S
+        self._live = console.status("serving") if console.is_terminal else None
+
+    def __call__(self, step: StepInfo) -> None:
+        """Shows a step; without a terminal only now and then."""
+        if self._live is None and step.elapsed_s < self._next_s:
+            return
+        rate = step.generated_tokens / step.elapsed_s if step.elapsed_s > 0 else 0.0
+        line = (
+            f"{step.elapsed_s:.0f} s: {step.finished}/{self._requests} requests, "
+            f"{rate:,.0f} tokens/s, {step.running} running, {step.waiting} waiting, "
+            f"{step.blocks_used}/{step.blocks_total} blocks"
+        )
+        if self._live is not None:
+            self._live.update(line)
+            return
+        self._next_s = step.elapsed_s + _EVERY_S
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()

@@ -36,11 +36,7 @@ _CANCEL_SECONDS = 5.0
 
 
 def run_serve(options: ServeOptions) -> int:
-    """Serves until a signal ends it; returns the exit code.
-
-    Raises:
-        UserError: the model does not exist or has no tokenizer, or the address is in use.
-    """
+    """Serves until a signal ends it; returns the exit code. Raises UserError for bad input."""
     try:
         from compiled_attn.serve.model import ServedModel
         from compiled_attn.serve.server import listen
@@ -86,23 +82,23 @@ def _http_settings(options: ServeOptions) -> ServerSettings:
         raise UserError("expected an API key of printable ASCII characters: choose another")
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
         raise UserError("--ssl-certfile and --ssl-keyfile belong together: give both, or none")
-    if options.ssl_certfile is not None:
+    certificate, key_file = options.ssl_certfile, options.ssl_keyfile
+    if certificate is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                options.ssl_certfile, options.ssl_keyfile, password=""
-            )
+            context.load_cert_chain(certificate, key_file, password="")
         except OSError as error:  # of SSL too
             raise UserError(
-                f"cannot use the certificate {options.ssl_certfile} with the key "
-                f"{options.ssl_keyfile}: {error}: give PEM files that belong together"
+                f"cannot use the certificate {certificate} with the key {key_file}: {error}: give "
+                "PEM files that belong together"
             ) from error
     return ServerSettings(
         max_body=byte_size("max_body", options.max_body),
-        api_key=options.api_key,
+        api_key=key,
         cors_origins=tuple(options.cors_origin or ()),
         access_log=options.access_log,
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=certificate,
+        ssl_keyfile=key_file,
     )
 
 

@@ -20,12 +20,8 @@ _log = logging.getLogger(__name__)
 def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
     """Opens a backend that stores its graphs, where it can.
 
-    Args:
-        backend: as in ``--backend``.
-        store: folder; None: the default one, or none if that cannot be used.
-
-    Raises:
-        UserError: the given folder cannot be used, or not with this backend.
+    ``store`` None is the default folder, or none if that cannot be used. Raises UserError if a
+    given folder cannot be used, or not with this backend.
     """
     if backend not in STORED:
         if store is not None:

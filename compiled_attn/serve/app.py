@@ -24,6 +24,7 @@ from compiled_attn.serve.metrics import Metrics
 from compiled_attn.serve.model import ServedModel
 from compiled_attn.serve.responses import ResponseEndpoint
 from compiled_attn.serve.settings import ServerSettings
+from graphs.errors import quoted
 
 __all__ = ["create_app"]
 
@@ -74,7 +75,7 @@ def _routes(model: ServedModel, metrics: Metrics) -> FastAPI:
     @app.get("/v1/models/{name:path}")
     async def describe_model(name: str) -> JSONResponse:
         if name != model.name:
-            raise RequestError(f"expected the model {model.name!r}, got {name!r}", 404)
+            raise RequestError(f"expected the model {model.name!r}, got {quoted(name)}", 404)
         return JSONResponse(described)
 
     @app.get("/health")

@@ -8,21 +8,17 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionMessage,
-    ChatCompletionMessageFunctionToolCall,
-)
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from openai.types.completion_usage import PromptTokensDetails
 
 from compiled_attn.engine import GenerationResult, RequestHandle
 from compiled_attn.serve.context import RequestContext
 from compiled_attn.serve.endpoint import Endpoint, TemplateEndpoint, finish_reason
-from compiled_attn.serve.http_errors import RequestError
+from compiled_attn.serve.http_errors import RequestError, error_content
 from compiled_attn.serve.output_parser import ToolCall
 from compiled_attn.serve.requests import ChatRequest, ChoicesRequest, CompletionRequest
-from compiled_attn.serve.streaming import error_event, merge_streams, to_json
+from compiled_attn.serve.streaming import merge_streams, to_json
 from compiled_attn.serve.token_logprobs import (
     ScoredToken,
     chat_logprobs,
@@ -38,13 +34,7 @@ ChoicesT = TypeVar("ChoicesT", bound=ChoicesRequest)
 
 
 class _ChunkWriter:
-    """Writes the chunks of one choice around a head that is serialised once.
-
-    Args:
-        head: fields of all chunks of the response.
-        index: of the choice.
-        tokenizer: of the model.
-    """
+    """Writes the chunks of one choice around a head that is serialised once."""
 
     def __init__(self, head: dict[str, Any], index: int, tokenizer: Tokenizer) -> None:
         self._head = f'data: {to_json(head)[:-1]},"choices":[{{"index":{index},'
@@ -72,9 +62,7 @@ class _ChatWriter(_ChunkWriter):
 
     def tool_call(self, call: ToolCall) -> str:
         index, self._calls = self._calls, self._calls + 1
-        function = {"name": call.name, "arguments": call.arguments}
-        name = f"{self._id}_tool_call_{index}"
-        own = {"index": index, "id": name, "type": "function", "function": function}
+        own = {"index": index, **_tool_call(self._id, index, call)}
         return self.chunk(f'"delta":{{"tool_calls":[{to_json(own)}]}}')
 
     def finish(self, result: GenerationResult) -> str:
@@ -104,13 +92,14 @@ class _CompletionWriter(_ChunkWriter):
 class _ChoicesEndpoint(Endpoint[ChoicesT]):
     """An endpoint that answers each prompt with ``n`` choices."""
 
-    _chunk_object: ClassVar[str]
+    _kind: ClassVar[type[ChatCompletion | Completion]]
+    _objects: ClassVar[tuple[str, str]]  # of a whole response and of a chunk
     _writer: ClassVar[type[_ChatWriter | _CompletionWriter]]
 
     async def _stream(
         self, request: ChoicesT, handles: Sequence[RequestHandle], context: RequestContext
     ) -> AsyncGenerator[str]:
-        head = self._head(context, self._chunk_object)
+        head = self._head(context, self._objects[1])
         try:
             streams = [
                 self._stream_answer(request, handle, self._writer(head, index, self._tokenizer))
@@ -123,15 +112,19 @@ class _ChoicesEndpoint(Endpoint[ChoicesT]):
                 chunk = {**head, "choices": [], "usage": usage.model_dump(exclude_none=True)}
                 yield f"data: {to_json(chunk)}\n\n"
         except Exception as error:
-            yield error_event(error)
+            yield f"data: {to_json(error_content(500, str(error)))}\n\n"
         yield "data: [DONE]\n\n"
 
     def _respond(
         self, request: ChoicesT, results: Sequence[GenerationResult], context: RequestContext
     ) -> str:
         name = context.response_id
-        choices = [self._whole(request, each, at, name) for at, each in enumerate(results)]
-        return self._response(choices, usage_of(results, request.n), context)
+        whole = self._kind.model_construct(
+            **self._head(context, self._objects[0]),
+            choices=[self._whole(request, each, at, name) for at, each in enumerate(results)],
+            usage=usage_of(results, request.n),
+        )
+        return whole.model_dump_json(exclude_none=True, warnings=False)
 
     def _head(self, context: RequestContext, kind: str) -> dict[str, Any]:
         return {
@@ -151,34 +144,22 @@ class _ChoicesEndpoint(Endpoint[ChoicesT]):
     ) -> Any:
         """Returns a choice of a whole response."""
 
-    @abstractmethod
-    def _response(
-        self, choices: Sequence[Any], usage: CompletionUsage, context: RequestContext
-    ) -> str:
-        """Returns the JSON of a whole response."""
-
 
 class ChatEndpoint(_ChoicesEndpoint[ChatRequest], TemplateEndpoint[ChatRequest]):
     """``/v1/chat/completions``."""
 
     request_type = ChatRequest
     id_prefix = "chatcmpl-"
-    _chunk_object = "chat.completion.chunk"
+    _kind = ChatCompletion
+    _objects = "chat.completion", "chat.completion.chunk"
     _writer = _ChatWriter
 
     def _whole(
         self, request: ChatRequest, result: GenerationResult, index: int, response_id: str
     ) -> Any:
         output = self._output(request, result)
-        calls = [
-            ChatCompletionMessageFunctionToolCall.model_validate(
-                {
-                    "id": f"{response_id}_tool_call_{at}",
-                    "type": "function",
-                    "function": call._asdict(),
-                }
-            )
-            for at, call in enumerate(output.tool_calls)
+        calls: Any = [
+            _tool_call(response_id, at, call) for at, call in enumerate(output.tool_calls)
         ]
         message: Any = ChatCompletionMessage.model_construct(
             role="assistant",
@@ -196,19 +177,14 @@ class ChatEndpoint(_ChoicesEndpoint[ChatRequest], TemplateEndpoint[ChatRequest])
             finish_reason=finish_reason(result, has_tool_calls=bool(calls)),
         )
 
-    def _response(
-        self, choices: Sequence[Choice], usage: CompletionUsage, context: RequestContext
-    ) -> str:
-        head = self._head(context, "chat.completion")
-        return _dump(ChatCompletion.model_construct(**head, choices=[*choices], usage=usage))
-
 
 class CompletionEndpoint(_ChoicesEndpoint[CompletionRequest]):
     """``/v1/completions``, of one prompt or several, in text or token ids."""
 
     request_type = CompletionRequest
     id_prefix = "cmpl-"
-    _chunk_object = "text_completion"
+    _kind = Completion
+    _objects = "text_completion", "text_completion"
     _writer = _CompletionWriter
 
     def _tokenize(self, request: CompletionRequest) -> Sequence[list[int]]:
@@ -235,11 +211,9 @@ class CompletionEndpoint(_ChoicesEndpoint[CompletionRequest]):
         self, request: CompletionRequest, result: GenerationResult, index: int, response_id: str
     ) -> Any:
         ends = self._end_tokens(result.sampling)
-        text = (
-            echo_of(result, self._tokenizer, ends)
-            if request.echo
-            else self._output(request, result).text
-        )
+        text = self._output(request, result).text
+        if request.echo:
+            text = echo_of(result, self._tokenizer, ends)
         logprobs: Any = None
         if result.logprobs is not None:
             scored = self._scored(result, echo=request.echo)
@@ -248,20 +222,9 @@ class CompletionEndpoint(_ChoicesEndpoint[CompletionRequest]):
             index=index, text=text, logprobs=logprobs, finish_reason=finish_reason(result)
         )
 
-    def _response(
-        self, choices: Sequence[CompletionChoice], usage: CompletionUsage, context: RequestContext
-    ) -> str:
-        head = self._head(context, "text_completion")
-        return _dump(Completion.model_construct(**head, choices=[*choices], usage=usage))
-
 
 def usage_of(results: Sequence[GenerationResult], choices: int) -> CompletionUsage:
-    """Adds up the usage of several answers; a prompt counts once, by the first of its answers.
-
-    Args:
-        results: those of a prompt in a row.
-        choices: answers to each prompt.
-    """
+    """Adds up the usage of ``choices`` answers to each prompt, which counts once."""
     firsts = results[::choices]
     prompt = sum(len(result.prompt) for result in firsts)
     own = sum(len(result.tokens) for result in results)
@@ -274,5 +237,6 @@ def usage_of(results: Sequence[GenerationResult], choices: int) -> CompletionUsa
     )
 
 
-def _dump(response: ChatCompletion | Completion) -> str:
-    return response.model_dump_json(exclude_none=True, warnings=False)
+def _tool_call(response_id: str, index: int, call: ToolCall) -> dict[str, Any]:
+    name = f"{response_id}_tool_call_{index}"
+    return {"id": name, "type": "function", "function": call._asdict()}

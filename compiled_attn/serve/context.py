@@ -31,43 +31,24 @@ _CLIENT_GONE = 499  # as nginx logs it
 
 @dataclass
 class RequestContext:
-    """One HTTP request.
+    """One HTTP request."""
 
-    Args:
-        salt: from `SALT_HEADER`.
-        receive: of ASGI; reports when the client has gone.
-        method, path, client: of the request; the client is its address.
-        request_id: from the header ``X-Request-Id``, or a new one.
-
-    Attributes:
-        key: hexadecimal digits of the ids in the response.
-        response_id: such as ``chatcmpl-...``; empty where nothing is generated.
-        status: of the response; 499 if the client left before it.
-        started_s: arrival, on the clock of `time.perf_counter`.
-        held: references that live as long as the request, such as a compiled grammar.
-    """
-
-    salt: str | None
-    receive: Receive
+    salt: str | None  # see SALT_HEADER
+    receive: Receive  # reports when the client has gone
     method: str = ""
     path: str = ""
-    client: str = ""
-    request_id: str = ""
-    key: str = field(default_factory=lambda: uuid4().hex)
-    response_id: str = ""
+    client: str = ""  # address
+    request_id: str = ""  # from the header X-Request-Id, or a new one
+    key: str = field(default_factory=lambda: uuid4().hex)  # digits of the ids in the response
+    response_id: str = ""  # such as chatcmpl-...; empty where nothing is generated
     status: int = _CLIENT_GONE
     started_s: float = field(default_factory=time.perf_counter)
-    held: list[Any] = field(default_factory=list)
-    handles: list[RequestHandle] = field(default_factory=list)
-    """Generations, which are cancelled when the request ends."""
+    held: list[Any] = field(default_factory=list)  # as long as the request, such as a grammar
+    handles: list[RequestHandle] = field(default_factory=list)  # cancelled when it ends
     has_ended: bool = False
 
     async def unless_gone(self, work: Awaitable[Result]) -> Result:
-        """Awaits work, which is cancelled when the client goes away.
-
-        Raises:
-            RequestError: the client has gone.
-        """
+        """Awaits work; cancels it and raises RequestError when the client goes away."""
         done, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._wait_gone())
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -112,10 +93,8 @@ class RequestContext:
 class TrackRequests:
     """Middleware that makes a `RequestContext` for each request, and cancels its generations.
 
-    Args:
-        app: handles the requests.
-        model: counts those that a stop waits for.
-        on_end: called with each request when its response was sent or its client has gone.
+    ``model`` counts the requests that a stop waits for. ``on_end`` is called with each one when its
+    response was sent or its client has gone.
     """
 
     def __init__(
@@ -151,15 +130,11 @@ class TrackRequests:
 
 
 def _make_context(scope: Scope, receive: Receive) -> RequestContext:
-    headers = dict(scope.get("headers", ()))
+    headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
+    client = (scope.get("client") or ("",))[0]
+    method, path = scope.get("method", ""), scope.get("path", "")
     salt = headers.get(SALT_HEADER.lower().encode())
-    given = headers.get(_ID_HEADER.lower().encode(), b"").decode("latin-1")
-    context = RequestContext(
-        None if salt is None else salt.decode("latin-1"),
-        receive,
-        scope.get("method", ""),
-        scope.get("path", ""),
-        (scope.get("client") or ("",))[0],
-    )
+    context = RequestContext(salt, receive, method, path, client)
+    given = headers.get(_ID_HEADER.lower().encode(), "")
     context.request_id = given if _ID_PATTERN.fullmatch(given) else context.key
     return context

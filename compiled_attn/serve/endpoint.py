@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
@@ -19,33 +20,23 @@ from compiled_attn.serve.model import ServedModel
 from compiled_attn.serve.output_parser import OutputParser, ParsedOutput, response_template
 from compiled_attn.serve.parse import check_unicode, drop_nulls, offload, parse_body
 from compiled_attn.serve.requests import GenerationRequest, TemplateRequest
-from compiled_attn.serve.streaming import (
-    EventStream,
-    EventWriter,
-    ParsedEvents,
-    TextEvents,
-    stream_answer,
-)
+from compiled_attn.serve.streaming import EventStream, EventWriter, ParsedEvents, TextEvents
 from compiled_attn.text import AnswerPieces, Tokenizer
 from compiled_attn.text.answer import Answer
-from graphs.errors import clipped
+from graphs.errors import clipped, quoted
 
 __all__ = ["Endpoint", "TemplateEndpoint", "finish_reason"]
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 TemplateT = TypeVar("TemplateT", bound=TemplateRequest)
 
-_PAUSE_OF_STREAM_S = 0.00025
+_PAUSE_OF_REQUEST_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00025, 0.001, 0.02
+_MANY_TOKENS = 1000  # of answers that a thread decodes and parses
 _MIN_CHARACTERS = 2**16  # of a prompt that is always tokenized
 
 
 class Endpoint(ABC, Generic[RequestT]):
-    """Answers requests of one type.
-
-    Args:
-        model: that answers.
-        metrics: of the server.
-    """
+    """Answers requests of one type with a model."""
 
     request_type: ClassVar[type[Any]]
     id_prefix: ClassVar[str]
@@ -85,7 +76,8 @@ class Endpoint(ABC, Generic[RequestT]):
         results = await context.unless_gone(asyncio.gather(*handles))
         if failed := [result.error for result in results if result.error]:
             raise RuntimeError(failed[0])
-        if any(result.logprobs is not None for result in results):  # of thousands of tokens, maybe
+        tokens = sum(len(result.tokens) for result in results)
+        if tokens > _MANY_TOKENS or any(result.logprobs is not None for result in results):
             content = await asyncio.to_thread(self._respond, request, results, context)
         else:
             content = self._respond(request, results, context)
@@ -123,7 +115,8 @@ class Endpoint(ABC, Generic[RequestT]):
         request: RequestT = self.request_type.parse(body)
         if request.model not in (None, self._model.name):
             raise RequestError(
-                f"expected the model {self._model.name!r}, got {request.model!r}: GET /v1/models",
+                f"expected the model {self._model.name!r}, got {quoted(request.model)}: GET "
+                "/v1/models",
                 404,
             )
         return request
@@ -156,18 +149,49 @@ class Endpoint(ABC, Generic[RequestT]):
         pairs = [(prompt, self._limited(request, prompt, sampling)) for prompt in prompts]
         context.add(self._model.engine.submit_together(pairs, salt=context.salt))
 
-    def _stream_answer(
+    async def _stream_answer(
         self, request: RequestT, handle: RequestHandle, writer: EventWriter
     ) -> AsyncGenerator[str]:
+        """Yields the events of an answer as its tokens come; raises RuntimeError if it fails."""
         events = self._events(request, handle, writer)
-        return stream_answer(handle, events, writer, self._metrics.observe_gaps, self._pause_s)
+        if start := writer.start() + events.start():
+            yield start
+        last_s: float | None = None
+        first_gaps = 0
+        try:
+            while batch := await handle.read():
+                now_s, result = time.perf_counter(), batch[-1].result
+                error = result.error if result is not None else ""
+                tokens = batch[:-1] if error else batch
+                if last_s is not None and tokens:
+                    gap_s = (now_s - last_s) / len(tokens)
+                    self._metrics.observe_gaps(gap_s, first_gaps + len(tokens))
+                    first_gaps = 0
+                elif len(tokens) > 1 and result is not None:  # the engine has timed all of them
+                    gaps = len(result.tokens) - 1
+                    self._metrics.observe_gaps((result.latency_s - result.ttft_s) / gaps, gaps)
+                else:  # tokens have no times of their own: these count with the next write's
+                    first_gaps = max(len(tokens) - 1, 0)
+                last_s = now_s
+                text = events.put(tokens)
+                if result is not None and not error:
+                    text += events.finish() + writer.finish(result)
+                if text:
+                    yield text
+                if error:
+                    raise RuntimeError(error)
+                if result is None and (seconds := self._pause_s()) > _SHORTEST_PAUSE_S:
+                    await asyncio.sleep(seconds)
+        finally:
+            handle.cancel()
 
     def _pause_s(self) -> float:
         """Limits the time that writing takes when there are many streams.
 
-        A write costs about as much however many tokens it has.
+        A write costs about as much however many tokens it has. Requests that wait write nothing.
         """
-        return self._model.open_requests * _PAUSE_OF_STREAM_S
+        running = len(self._model.llm.engine.scheduler.running)
+        return min(running * _PAUSE_OF_REQUEST_S, _LONGEST_PAUSE_S)
 
     def _limited(
         self, request: RequestT, prompt: list[int], sampling: SamplingParams

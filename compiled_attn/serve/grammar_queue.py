@@ -36,10 +36,8 @@ class _Job:
 class GrammarQueue:
     """Compiles one grammar at a time, first come first served; for one event loop.
 
-    A job is dropped with the last client that waits for it.
-
-    Args:
-        compile_grammar: called in a thread of its own.
+    A job is dropped with the last client that waits for it. ``compile_grammar`` is called in a
+    thread of its own.
     """
 
     def __init__(self, compile_grammar: Callable[[Grammar], Any]) -> None:
@@ -54,12 +52,8 @@ class GrammarQueue:
     async def compiled(self, grammar: Grammar, client: str) -> Any:
         """Returns the compiled grammar; cancelled, it gives up its place in the queue.
 
-        Args:
-            grammar: to compile.
-            client: that waits, such as an address.
-
         Raises:
-            QueueFull: too many grammars wait, or too many of this client.
+            QueueFull: too many grammars wait, or too many of this client, such as an address.
             ConfigError: the grammar is refused.
         """
         job = self._job(grammar, client)
@@ -76,17 +70,14 @@ class GrammarQueue:
     def _job(self, grammar: Grammar, client: str) -> _Job:
         job = self._jobs.get(grammar)
         own = sum(each.clients[client] > 0 for each in self._jobs.values() if each is not job)
-        if own >= _MAX_PER_CLIENT:
+        limit = f"{_MAX_PER_CLIENT} grammars of a client" if own >= _MAX_PER_CLIENT else ""
+        if job is None and len(self._jobs) >= _MAX_JOBS:
+            limit = limit or f"{_MAX_JOBS} grammars"
+        if limit:
             raise QueueFull(
-                f"expected at most {_MAX_PER_CLIENT} grammars of a client that wait to be "
-                "compiled, got one more: submit it later"
+                f"expected at most {limit} that wait to be compiled, got one more: submit it later"
             )
         if job is None:
-            if len(self._jobs) >= _MAX_JOBS:
-                raise QueueFull(
-                    f"expected at most {_MAX_JOBS} grammars that wait to be compiled, got one "
-                    "more: submit it later"
-                )
             done = asyncio.get_running_loop().create_future()
             job = self._jobs[grammar] = _Job(grammar, done)
         return job

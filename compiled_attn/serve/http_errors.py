@@ -47,12 +47,6 @@ def _response(status: int, message: str) -> JSONResponse:
 
 
 def error_content(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """Builds the body of an error.
-
-    Args:
-        status: of HTTP.
-        message: one sentence.
-        code: for programs, such as ``invalid_api_key``.
-    """
+    """Builds the body of an error; ``code`` is for programs, such as ``invalid_api_key``."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

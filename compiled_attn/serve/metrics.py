@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -40,24 +40,19 @@ _REQUEST = (
 
 
 class Metrics:
-    """Histograms and counters of requests under vLLM's names, and values of the engine.
-
-    Args:
-        model: that is served.
-    """
+    """Histograms and counters of requests under vLLM's names, and values of the engine."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._name = CollectorRegistry(), model.name
         self._registry.register(_EngineCollector(model))
         self._gaps = _GapCollector(model.name)
         self._registry.register(self._gaps)
-        self._name = model.name
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            whole = Histogram(
+            own = Histogram(
                 f"vllm:{name}", text, [_MODEL], buckets=buckets, registry=self._registry
             )
-            return whole.labels(model.name)
+            return own.labels(model.name)
 
         self._first_token = histogram(
             "time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN
@@ -81,12 +76,7 @@ class Metrics:
         )
 
     def count(self, status: int, results: Iterable[GenerationResult]) -> None:
-        """Counts a finished request.
-
-        Args:
-            status: of its response.
-            results: of its generations.
-        """
+        """Counts a finished request by the status of its response, and its generations."""
         if status >= 400:
             self._refused.labels(self._name, str(status)).inc()
         for result in results:
@@ -105,15 +95,18 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _GapCollector(Collector):
+class _QuietCollector(Collector):
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask the engine."""
+        return ()
+
+
+class _GapCollector(_QuietCollector):
     """A histogram for one writing thread: it needs no locks, which every token would pay for."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._counts, self._sum = [0] * (len(_TOKEN) + 1), 0.0
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
 
     def observe(self, seconds: float, count: int) -> None:
         self._counts[bisect_left(_TOKEN, seconds)] += count
@@ -128,17 +121,13 @@ class _GapCollector(Collector):
         yield family
 
 
-class _EngineCollector(Collector):
+class _EngineCollector(_QuietCollector):
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask the engine."""
-        return ()
-
     def collect(self) -> Iterable[Metric]:
         is_ready = self._model.stage == "ready"
-        yield self._gauge("ready", "Whether the model is warm.", is_ready)
+        yield self._family(GaugeMetricFamily, "ready", "Whether the model is warm.", {"": is_ready})
         if not is_ready:
             return
         info, report = self._model.engine.call(lambda engine: (engine.info(0), engine.report()))
@@ -152,36 +141,37 @@ class _EngineCollector(Collector):
             "graphs_loaded": ("Of these, from the store.", report.graphs_loaded),
         }
         for name, (text, value) in gauges.items():
-            yield self._gauge(name, text, value)
-        requests = {
-            "served": report.requests - report.failed_requests,
-            "failed": report.failed_requests,
-        }
+            yield self._family(GaugeMetricFamily, name, text, {"": value})
+        failed = report.failed_requests
         tokens = {
             "prompt": report.prompt_tokens,
             "computed": report.computed_tokens,
             "generated": report.generated_tokens,
         }
         hits: dict[str, Any] = {str(row["bucket"]): row["steps"] for row in report.buckets}
-        yield self._counter("requests", "Requests that finished.", requests, "outcome")
-        yield self._counter("tokens", "Tokens by what was done with them.", tokens, "kind")
-        yield self._counter("bucket_hits", "Steps that ran in each bucket.", hits, "bucket")
-        preemptions = {"": report.preemptions}
-        yield self._counter("preemptions", "Requests that were preempted.", preemptions)
-        yield self._counter(
-            "compiles_after_warmup",
-            "What compiled while serving; more than 0 is a fault.",
-            {"": report.compiles_after_warmup},
-        )
+        served = {"served": report.requests - failed, "failed": failed}
+        compiles = {"": report.compiles_after_warmup}
+        counters: list[tuple[str, str, Mapping[str, float], str]] = [
+            ("requests", "Requests that finished.", served, "outcome"),
+            ("tokens", "Tokens by what was done with them.", tokens, "kind"),
+            ("bucket_hits", "Steps that ran in each bucket.", hits, "bucket"),
+            ("preemptions", "Requests that were preempted.", {"": report.preemptions}, ""),
+            ("compiles_after_warmup", "Compiles while serving, which are faults.", compiles, ""),
+        ]
+        for counter in counters:
+            yield self._family(CounterMetricFamily, *counter)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, text, labels=[_MODEL])
-        family.add_metric([self._model.name], float(value))
-        return family
-
-    def _counter(self, name: str, text: str, values: dict[str, int], *labels: str) -> Metric:
-        """A counter with a value of each label; without labels of one value."""
-        family = CounterMetricFamily(_PREFIX + name, text, labels=[_MODEL, *labels])
+    def _family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, float],
+        label: str = "",
+    ) -> Metric:
+        """A metric with a value of each label; without a label of one value."""
+        labels = [_MODEL, label] if label else [_MODEL]
+        family = kind(_PREFIX + name, text, labels=labels)
         for key, value in values.items():
-            family.add_metric([self._model.name, key][: 1 + len(labels)], float(value))
+            family.add_metric([self._model.name, key][: len(labels)], float(value))
         return family

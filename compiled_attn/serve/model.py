@@ -24,7 +24,7 @@ class ServedModel:
 
     Args:
         name: that requests must give.
-        load_model: loads it and warms it up.
+        load_model: see `LoadModel`.
 
     Attributes:
         error: the exception that ended loading; None if there was none.
@@ -54,19 +54,15 @@ class ServedModel:
         self._loading.start()
 
     def cancel_start(self, timeout: float) -> bool:
-        """Ends loading after the graph that is being captured.
+        """Ends loading after the graph that is being captured; waits ``timeout`` seconds for that.
 
-        Args:
-            timeout: seconds to wait for that.
-
-        Returns:
-            Whether no thread loads or compiles a grammar any more; the latter goes on to its end.
+        Returns whether no thread loads or compiles a grammar any more; the latter goes on.
         """
         self._is_canceled = True
-        if self._loading is not None:
-            self._loading.join(timeout)
-        is_loading = self._loading is not None and self._loading.is_alive()
-        return not is_loading and self.grammars.is_idle
+        if self._loading is None:
+            return self.grammars.is_idle
+        self._loading.join(timeout)
+        return not self._loading.is_alive() and self.grammars.is_idle
 
     def load(self) -> None:
         """Loads the model in this thread; afterwards it is ready."""

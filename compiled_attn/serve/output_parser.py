@@ -9,17 +9,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from tokenizers.decoders import DecodeStream
 from transformers.utils.chat_parsing import ResponseParser
 
-from compiled_attn.text import LLM
+from compiled_attn.text import LLM, TextPieces
 
 __all__ = ["OutputParser", "ParsedOutput", "Piece", "Reasoning", "ToolCall", "response_template"]
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _BETWEEN_MARKERS = re.compile("(?=<)|(?<=>)")  # a malformed call loses what is fed with its end
+
+
+# A run of blanks is tried once, from its start: a search that tries each of them takes quadratic
+# time, and clients choose what a model writes.
+_BLANKS = r"(?<!\s)\s*"
+_VALUE = r"\s*+(?P<value>(?:(?!</parameter>)\S|\s++(?!</parameter>))*+)\s*"
 
 
 def _template(start: str | list[str], **fields: Any) -> dict[str, Any]:
@@ -31,25 +37,25 @@ def _qwen(ends: str, **tool_calls: Any) -> dict[str, Any]:
         "<|im_start|>assistant\n",
         reasoning_content={"open": "<think>", "close": "</think>", "content": "text"},
         tool_calls={"repeats": True, **tool_calls},
-        # `\s*` keeps newlines between two end markers from opening an empty region of content,
+        # Blanks keep newlines between two end markers from opening an empty region of content,
         # whose end would replace the real one. The same holds before <tool_call>.
-        content={"close_pattern": rf"\s*(?:{ends})", "content": "text"},
+        content={"close_pattern": rf"{_BLANKS}(?:{ends})", "content": "text"},
     )
 
 
 _QWEN = _qwen(
     r"<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>",
-    open_pattern=r"\s*<tool_call>",
+    open_pattern=rf"{_BLANKS}<tool_call>",
     close="</tool_call>",
     content="json",
     transform={"type": "function", "function": "{content}"},
 )
 _QWEN_3_5 = _qwen(
     r"<\|im_end\|>|<\|endoftext\|>",
-    open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    open_pattern=rf"{_BLANKS}<tool_call>\s*<function=(?P<name>[^>\n]+)>",
     close_pattern=r"</function>\s*</tool_call>",
     content="xml-inline",
-    content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+    content_args={"tag_pattern": rf"<parameter=(?P<key>[^>\n]+)>{_VALUE}</parameter>"},
     transform={"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 )
 _GEMMA_4 = _template(
@@ -110,11 +116,7 @@ def response_template(llm: LLM) -> dict[str, Any] | None:
 class OutputParser:
     """Parses the tokens of one answer, whole or as they come.
 
-    Args:
-        llm: the model.
-        template: its response template.
-        prompt: token ids, whose end may have opened a region, such as reasoning.
-        tools: of the request, which give the types of arguments.
+    The end of the prompt may have opened a region, such as reasoning. Tools type their arguments.
     """
 
     def __init__(
@@ -124,13 +126,11 @@ class OutputParser:
         prompt: Sequence[int],
         tools: list[dict[str, Any]] | None,
     ) -> None:
-        self._tokenizer = llm.tokenizer.of_transformers
+        self._decode = partial(llm.tokenizer.decode, special=True)  # markers are special tokens
         self._template, self._tools = template, tools
-        self._parser = self._new_parser(self._tokenizer.decode(prompt))
+        self._parser = self._new_parser(self._decode(prompt))
         self._call = ""  # text of the open tool call
-        self._stream = DecodeStream([], skip_special_tokens=False)  # markers are special tokens
-        self._tokens: list[int] = []
-        self._decoded = 0
+        self._text = TextPieces(llm.tokenizer, special=True)
 
     def start(self) -> list[Piece]:
         """Returns what the prompt began."""
@@ -138,20 +138,16 @@ class OutputParser:
 
     def put(self, token: int) -> list[Piece]:
         """Returns what a token completes."""
-        self._tokens.append(token)
-        text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
-        self._decoded += len(text)
-        return self._feed(text) if text else []
+        return self._feed(text) if (text := self._text.put(token)) else []
 
     def finish(self) -> list[Piece]:
         """Returns the rest, after the last token."""
-        rest = self._tokenizer.decode(self._tokens)[self._decoded :]
-        return [*self._feed(rest), *self._pieces(lambda: self._parser.finalize()[1])]
+        return [*self._feed(self._text.rest()), *self._pieces(lambda: self._parser.finalize()[1])]
 
     def parse(self, tokens: Sequence[int]) -> ParsedOutput:
         """Parses a whole answer."""
         pieces = self.start()
-        for text in _BETWEEN_MARKERS.split(self._tokenizer.decode(tokens)):
+        for text in _BETWEEN_MARKERS.split(self._decode(tokens)):
             pieces += self._feed(text)
         pieces += self.finish()
         text = "".join([each for each in pieces if type(each) is str]).strip()
@@ -182,7 +178,7 @@ class OutputParser:
                 if kind == "region_close":
                     try:
                         pieces.append(_tool_call(event["value"]))
-                    except (KeyError, TypeError):
+                    except (KeyError, TypeError, ValueError, RecursionError):
                         pieces += self._malformed_call()
             elif text and not event.get("dirty"):
                 if name in _REASONING_FIELDS:
@@ -198,6 +194,8 @@ class OutputParser:
 
 def _tool_call(value: Mapping[str, Any]) -> ToolCall:
     name, arguments = value["function"]["name"], value["function"]["arguments"]
-    if not isinstance(name, str):
-        raise TypeError
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, allow_nan=False)
+    call = ToolCall(name, arguments)
+    "".join(call).encode()  # half a surrogate pair cannot be sent
+    return call

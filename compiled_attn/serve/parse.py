@@ -29,21 +29,14 @@ _large = ThreadPoolExecutor(1, "serve-large")
 async def offload(size: int, work: Callable[..., Result], *given: Any) -> Result:
     """Runs a function off the event loop.
 
-    Args:
-        size: characters or bytes of its input. Large inputs have a thread of their own, so that
-            small ones do not wait for them.
-        work, given: the function and its arguments.
+    Inputs of a large ``size`` have a thread of their own, so that small ones do not wait for them.
     """
     pool = _large if size >= _LARGE else _small
     return await asyncio.get_running_loop().run_in_executor(pool, work, *given)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parses the body of a request.
-
-    Raises:
-        RequestError: the body is no JSON object, or has too many values.
-    """
+    """Parses a body; raises RequestError if it is no JSON object, or has too many values."""
     try:
         text = raw.decode()
         body = json.loads(text) if len(raw) < _LARGE else _Decoder(text).decode(text)
@@ -86,11 +79,7 @@ class _Decoder(json.JSONDecoder):
 
 
 def check_unicode(body: Mapping[str, Any]) -> None:
-    """Refuses half a surrogate pair, which only an escape in JSON can spell.
-
-    Raises:
-        RequestError: the body has one.
-    """
+    """Raises RequestError for half a surrogate pair, which only an escape in JSON can spell."""
     try:
         for text in _strings(body):
             text.encode()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compiled_attn.engine import Grammar
 from compiled_attn.serve.http_errors import RequestError
@@ -50,14 +50,13 @@ class Part(Object):
     text: str
 
 
-def _check_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    names = ("name", "arguments")
-    if not isinstance(function, dict) or not all(
-        isinstance(function.get(name), str) for name in names
-    ):
-        raise ValueError("no call of a function")
-    return call
+class _Function(Object):
+    name: str
+    arguments: str
+
+
+class _ToolCall(Object):
+    function: _Function
 
 
 def check_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +71,7 @@ class ChatMessage(Object):
 
     role: str
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
-    tool_calls: list[Annotated[dict[str, Any], AfterValidator(_check_call)]] = []
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] = []
     tool_call_id: Any = None
 
     @model_validator(mode="after")
@@ -87,7 +86,8 @@ class ChatMessage(Object):
         text = content if isinstance(content, str) else " ".join(part.text for part in content)
         message: dict[str, Any] = {"role": self.role, "content": text}
         if self.tool_calls:  # then the content is empty, or the markup of the calls
-            message |= {"content": "", "tool_calls": [_parse_arguments(c) for c in self.tool_calls]}
+            calls = [_parse_arguments(call.model_dump()) for call in self.tool_calls]
+            message |= {"content": "", "tool_calls": calls}
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

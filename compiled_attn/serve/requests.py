@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MaxLen
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatFields
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextFields
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
@@ -33,7 +33,7 @@ from compiled_attn.serve.request_parts import (
     grammar_of,
     messages_of,
 )
-from graphs.errors import quoted
+from graphs.errors import clipped, quoted
 
 __all__ = [
     "Body",
@@ -48,6 +48,8 @@ Body = Mapping[str, Any]
 
 _DEFAULT_TOKENS = 1024  # of a request without a limit
 _MAX_CHOICES, _MAX_TOP_LOGPROBS = 128, 20  # as OpenAI documents them
+_MAX_STOPS, _MAX_STOP = 16, 256  # each token of an answer is compared with all of them
+_Stop, _Stops = Annotated[str, MaxLen(_MAX_STOP)], Field(max_length=_MAX_STOPS, fail_fast=True)
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "reasoning_effort": (),
@@ -132,7 +134,8 @@ class GenerationRequest(Object):
                 raise RequestError(f"{name} is not served, got {quoted(body[name])}: {remedy}")
         known = cls.openai_fields | cls.model_fields.keys()
         if unknown := sorted(body.keys() - known):
-            raise RequestError(f"expected fields of the protocol, got {', '.join(unknown)}")
+            got = clipped(", ".join(unknown), 300)
+            raise RequestError(f"expected fields of the protocol, got {got}")
         try:
             return cls.model_validate(body)
         except ValidationError as error:
@@ -146,7 +149,7 @@ class GenerationRequest(Object):
     @classmethod
     def count_prompt_characters(cls, body: Body) -> int:
         """Characters of the longest prompt, before the body is validated."""
-        names = (cls.prompt_field, "instructions", "tools")
+        names = (cls.prompt_field, "instructions", "tools", "chat_template_kwargs")
         return count_characters([body[name] for name in names if name in body])
 
     @property
@@ -193,7 +196,9 @@ class ChoicesRequest(GenerationRequest):
 
     max_tokens: int | None = _field(None, "an integer")
     n: Annotated[int, Ge(1), Le(_MAX_CHOICES)] = _field(1, f"an integer in 1..{_MAX_CHOICES}")
-    stop: str | list[str] | None = _field(None, "a text or a list of texts")
+    stop: _Stop | Annotated[list[_Stop], _Stops] | None = _field(
+        None, f"a text or a list of up to {_MAX_STOPS} texts, of up to {_MAX_STOP} letters each"
+    )
     logprobs: bool | Annotated[int, Ge(0), Le(_MAX_TOP_LOGPROBS)] = _field(
         False, f"true, false, or an integer in 0..{_MAX_TOP_LOGPROBS}"
     )
@@ -320,13 +325,12 @@ class ResponseRequest(TemplateRequest):
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Input and instructions as chat messages."""
-        if isinstance(self.input, str):
-            messages = [{"role": "user", "content": self.input}]
-        elif isinstance(self.input[0], Part):
-            text = " ".join(part.text for part in self.input if isinstance(part, Part))
+        given: Any = self.input
+        if isinstance(given, str) or isinstance(given[0], Part):
+            text = given if isinstance(given, str) else " ".join(part.text for part in given)
             messages = [{"role": "user", "content": text}]
         else:
-            messages = messages_of(self.input)
+            messages = messages_of(given)
         if self.instructions:
             if messages[0]["role"] == "system":
                 messages.pop(0)
@@ -335,14 +339,11 @@ class ResponseRequest(TemplateRequest):
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The flat functions of this endpoint, nested as in chats."""
-        if not self.tools:
-            return self.tools
-        return [
-            tool
-            if "function" in tool
-            else {
-                "type": "function",
-                "function": {name: value for name, value in tool.items() if name != "type"},
-            }
+        return self.tools and [
+            tool if "function" in tool else {"type": "function", "function": _without_type(tool)}
             for tool in self.tools
         ]
+
+
+def _without_type(tool: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tool.items() if name != "type"}

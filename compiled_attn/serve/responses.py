@@ -153,20 +153,17 @@ class _ResponseWriter:
         return start + self._delta("response.reasoning_text.delta", text)
 
     def tool_call(self, call: ToolCall) -> str:
-        events, item = [self._end()], self._items.tool_call(call, self._calls)
+        events, item = self._end(), self._items.tool_call(call, self._calls)
         self._calls += 1
-        events.append(self._item("added", item))
-        events.append(
-            self._event(
-                "response.function_call_arguments.done",
-                item_id=to_json(item.id),
-                output_index=len(self._output),
-                arguments=to_json(item.arguments),
-                name=to_json(item.name),
-            )
+        events += self._item("added", item)
+        events += self._event(
+            "response.function_call_arguments.done",
+            item_id=to_json(item.id),
+            output_index=len(self._output),
+            arguments=to_json(item.arguments),
+            name=to_json(item.name),
         )
-        events.append(self._item("done", item))
-        return "".join(events)
+        return events + self._item("done", item)
 
     def finish(self, result: GenerationResult) -> str:
         is_message = self._open == self._items.message_id

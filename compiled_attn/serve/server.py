@@ -21,11 +21,7 @@ _SWITCH_SECONDS = 0.001
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens there; port 0 takes any free one.
-
-    Raises:
-        ConfigError: the address is in use, or not this machine's.
-    """
+    """Returns a socket that listens there (port 0: any free one), or raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only where the protocol is named: without it each answer on a reused
     # connection waits 40 ms for an acknowledgement.
@@ -50,10 +46,7 @@ def run(
 ) -> None:
     """Serves until a signal; then answers open requests, and accepts no new ones.
 
-    A second signal ends the process at once, without cleaning up.
-
-    Raises:
-        Exception: loading the model failed.
+    A second signal ends the process at once, without cleaning up. Raises what ended loading.
     """
     settings = settings or ServerSettings()
     # Threads that parse and tokenize give up the GIL sooner: /health answers meanwhile.

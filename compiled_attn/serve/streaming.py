@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Protocol
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from compiled_attn.engine import GenerationResult, RequestHandle, TokenEvent
+from compiled_attn.engine import GenerationResult, TokenEvent
 from compiled_attn.serve.context import RequestContext
-from compiled_attn.serve.http_errors import error_content
 from compiled_attn.serve.output_parser import OutputParser, Piece, Reasoning, ToolCall
 from compiled_attn.serve.token_logprobs import OffsetCounter, ScoredToken
 from compiled_attn.text import AnswerPieces, Tokenizer
@@ -24,13 +22,9 @@ __all__ = [
     "EventWriter",
     "ParsedEvents",
     "TextEvents",
-    "error_event",
     "merge_streams",
-    "stream_answer",
     "to_json",
 ]
-
-_SHORTEST_PAUSE_S = 0.001
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -55,14 +49,7 @@ class EventWriter(Protocol):
 
 
 class TextEvents:
-    """Turns the tokens of an answer that is plain text into events; ``""`` is none.
-
-    Args:
-        writer: writes them.
-        pieces: decodes the tokens.
-        end_tokens: tokens that are not part of the text.
-        tokenizer: of the model.
-    """
+    """Turns the tokens of an answer that is plain text into events; ``""`` is none."""
 
     def __init__(
         self,
@@ -130,47 +117,6 @@ def _token(event: TokenEvent) -> int:
     return event.token
 
 
-async def stream_answer(
-    handle: RequestHandle,
-    events: TextEvents,
-    writer: EventWriter,
-    observe_gaps: Callable[[float, int], None],
-    pause_s: Callable[[], float],
-) -> AsyncGenerator[str]:
-    """Yields the events of an answer as its tokens come.
-
-    Args:
-        handle: the generation, which is cancelled if the reader stops.
-        events: makes the events of its tokens.
-        writer: writes those before and after.
-        observe_gaps: called with the mean seconds between tokens, and how many gaps there were.
-        pause_s: returns the seconds in which tokens are collected after each event.
-
-    Raises:
-        RuntimeError: the generation failed.
-    """
-    if start := writer.start() + events.start():
-        yield start
-    last_s = 0.0
-    try:
-        while batch := await handle.read():
-            now_s, result = time.perf_counter(), batch[-1].result
-            gap_s = (now_s - last_s) / len(batch) if last_s else 0.0
-            observe_gaps(gap_s, len(batch) if last_s else len(batch) - 1)
-            last_s, error = now_s, result.error if result is not None else ""
-            text = events.put(batch[:-1] if error else batch)
-            if result is not None and not error:
-                text += events.finish() + writer.finish(result)
-            if text:
-                yield text
-            if error:
-                raise RuntimeError(error)
-            if result is None and (seconds := pause_s()) > _SHORTEST_PAUSE_S:
-                await asyncio.sleep(seconds)
-    finally:
-        handle.cancel()
-
-
 def merge_streams(streams: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[str]:
     """Yields the events of streams as they come; the first that raises ends all."""
     return streams[0] if len(streams) == 1 else _merge(streams)
@@ -206,12 +152,7 @@ async def _merge(streams: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[str]:
 
 
 class EventStream(Response):
-    """Sends server-sent events; cancels the generations when the client goes away.
-
-    Args:
-        events: yields them.
-        context: of the request.
-    """
+    """Sends server-sent events; cancels the generations when the client goes away."""
 
     media_type = "text/event-stream"
 
@@ -233,8 +174,3 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             gone.cancel()
-
-
-def error_event(error: Exception) -> str:
-    """The event of an error, which ends a stream."""
-    return f"data: {to_json(error_content(500, str(error)))}\n\n"

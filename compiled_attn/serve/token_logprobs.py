@@ -48,12 +48,8 @@ def scored_tokens(
 ) -> list[ScoredToken]:
     """Returns the tokens of a finished answer with their log-probabilities and offsets.
 
-    Args:
-        result: the answer, whose sampling asks for log-probabilities.
-        tokenizer: of the model.
-        end_tokens: that are not part of the text.
-        echo: the prompt comes first. Then an end token stays: programs that score texts drop the
-            last token, whichever it is.
+    With ``echo`` the prompt comes first, and an end token, which is not part of the text, stays:
+    programs that score texts drop the last token, whichever it is.
     """
     offsets = OffsetCounter(tokenizer)
     own = [(each.token, each) for each in result.logprobs or ()]
@@ -70,16 +66,12 @@ def chat_logprobs(tokens: Sequence[ScoredToken], tokenizer: Tokenizer) -> dict[s
         text, own = tokenizer.text_of(token), [*tokenizer.bytes_of(token)]
         return {"token": text, "bytes": own, "logprob": logprob}
 
-    return {
-        "content": [
-            {
-                **entry(token, scores.logprob),
-                "top_logprobs": [entry(*pair) for pair in scores.top],
-            }
-            for token, scores, _ in tokens
-            if scores is not None
-        ]
-    }
+    content = [
+        {**entry(token, scores.logprob), "top_logprobs": [entry(*pair) for pair in scores.top]}
+        for token, scores, _ in tokens
+        if scores is not None
+    ]
+    return {"content": content}
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 from compiled_attn.engine.request_state import GenerationResult
 from compiled_attn.engine.sampling import SamplingParams
@@ -18,20 +19,20 @@ _MAX_OPEN = 4 * _MAX_CHARACTER_BYTES
 class TextPieces:
     """Decodes tokens as they come; all pieces together are the text of all tokens.
 
-    Args:
-        tokenizer: that of the model.
+    With ``special`` the special tokens are part of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, special=special)
+        self._hidden = frozenset[int]() if special else tokenizer.special
         self._context: list[int] = []  # of the last piece: the next tokens are decoded after it
         self._context_text = ""
         self._open: list[int] = []  # whose text may change with the next token
 
     def put(self, *tokens: int) -> str:
         """Returns what tokens add to the text; empty while a character is incomplete."""
-        special = self._tokenizer.special
-        self._open += [token for token in tokens if token not in special]
+        self._open += [token for token in tokens if token not in self._hidden]
         if not self._open or self._tokenizer.is_in_run(self._open[-1]):
             return ""
         piece = self._piece()
@@ -53,7 +54,7 @@ class TextPieces:
 
     def _settle(self, count: int, piece: str) -> str:
         self._context, self._open = self._open[:count], self._open[count:]
-        self._context_text = self._tokenizer.decode(self._context)
+        self._context_text = self._decode(self._context)
         return piece
 
     def rest(self) -> str:
@@ -62,7 +63,7 @@ class TextPieces:
 
     def _piece(self, count: int | None = None) -> str:
         """Text of the first `count` open tokens, or of all."""
-        text = self._tokenizer.decode([*self._context, *self._open[:count]])
+        text = self._decode([*self._context, *self._open[:count]])
         return text[len(self._context_text) :]
 
 
@@ -78,17 +79,11 @@ def end_of(text: str, stop: Sequence[str]) -> int | None:
 class StopFilter:
     """Passes pieces of text on until a stop string, of which no part is shown.
 
-    Args:
-        stop: the strings, none of them empty.
-
-    Attributes:
-        has_stopped: whether one of them came.
+    ``has_stopped`` is whether one of the strings came, none of which is empty.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._held = ""
-        self.has_stopped = False
+        self._stop, self._held, self.has_stopped = stop, "", False
 
     def put(self, piece: str) -> str:
         """Returns what can be shown now; a possible start of a stop string is held back."""
@@ -108,24 +103,19 @@ class StopFilter:
         return "" if self.has_stopped else self._held
 
     def _undecided(self, text: str) -> int:
-        longest = max(map(len, self._stop), default=1)
-        return next(
-            (
-                size
-                for size in range(min(longest - 1, len(text)), 0, -1)
-                if any(each.startswith(text[-size:]) for each in self._stop)
-            ),
-            0,
+        most = min(max(map(len, self._stop)) - 1, len(text))
+        starts = (
+            size
+            for size in range(most, 0, -1)
+            if any(each.startswith(text[-size:]) for each in self._stop)
         )
+        return next(starts, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a prompt.
-
-    Args:
-        text: without end tokens, the stop string and what follows it.
-        result: of the engine: tokens, times, finish reason.
+    """The answer to a prompt: its text without end tokens, a stop string and what follows it, and
+    the result of the engine with tokens, times and finish reason.
     """
 
     text: str
@@ -153,10 +143,7 @@ def _shown(result: GenerationResult, end_tokens: Set[int]) -> list[int]:
 class AnswerPieces:
     """Decodes an answer in pieces, which together are the text of its `Answer`.
 
-    Args:
-        tokenizer: that of the model.
-        sampling: of the request, which has the stop strings.
-        end_tokens: see `compiled_attn.engine.Engine.end_tokens`.
+    ``end_tokens`` are those of `compiled_attn.engine.Engine.end_tokens`.
     """
 
     def __init__(

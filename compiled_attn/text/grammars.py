@@ -60,12 +60,6 @@ def too_large(grammar: Grammar) -> str:
     return ""
 
 
-def _unenforced(grammar: Grammar) -> str:
-    if grammar.kind != "json_schema":
-        return ""
-    return unenforced(json.loads(grammar.text))
-
-
 def _count_levels(text: str) -> int:
     levels = most = 0
     for character in _QUOTED.sub("", text):
@@ -108,9 +102,6 @@ class Grammars:
     """Compiles grammars for the tokens of a model and caches them; thread-safe.
 
     Imports xgrammar with the first grammar.
-
-    Args:
-        tokenizer: of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -131,7 +122,10 @@ class Grammars:
             return known
         with self._lock:
             self._compilers = self._compilers or self._make_compilers()
-        if reason := too_large(grammar) or _unenforced(grammar):
+        reason = too_large(grammar)
+        if not reason and grammar.kind == "json_schema":
+            reason = unenforced(json.loads(grammar.text))
+        if reason:
             raise _refusal(grammar, reason)
         from xgrammar import GrammarMatcher
 
@@ -143,10 +137,8 @@ class Grammars:
             reason = " ".join(_LOCATION.sub("", str(error)).split())
             raise _refusal(grammar, clipped(reason, 200)) from error
         if not can_begin:
-            got = (
-                "only the empty text fits it" if is_empty else "no token of the model can begin it"
-            )
-            raise _refusal(grammar, got)
+            no_token = "no token of the model can begin it"
+            raise _refusal(grammar, "only the empty text fits it" if is_empty else no_token)
         with self._lock:
             self._cache[grammar] = self._in_use[grammar] = make
             while len(self._cache) > _MAX_CACHED:

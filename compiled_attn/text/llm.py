@@ -87,7 +87,10 @@ class LLM:
         self._attention: str | None = None  # to be restored in a model object
         if isinstance(model, (str, Path)):
             if is_shown:
-                _print_loading(model)
+                line = f"loading {model}"
+                if will_convert(model):
+                    line = f"converting the GGUF file of {model}, once: half a minute or more"
+                print(line, file=sys.stderr, flush=True)
             self.tokenizer = Tokenizer(model if tokenizer is None else tokenizer)
             self.model = load_model(model, dtype, "cpu" if device is None else device)
         else:
@@ -101,12 +104,8 @@ class LLM:
         config = config or EngineConfig()
         if config.store is None:
             config = replace(config, store=True)
-        self._engine: Engine | None = Engine(
-            self.model,
-            config,
-            has_stop=self.tokenizer.has_stop,
-            grammars=self.grammars,
-        )
+        text: Any = {"has_stop": self.tokenizer.has_stop, "grammars": self.grammars}
+        self._engine: Engine | None = Engine(self.model, config, **text)
         try:
             self._engine.warmup((progress_for(sys.stderr) if is_shown else progress) or None)
         except BaseException:
@@ -231,13 +230,6 @@ class LLM:
                     yield piece
         if piece := pieces.rest():
             yield piece
-
-
-def _print_loading(model: str | Path) -> None:
-    line = f"loading {model}"
-    if will_convert(model):
-        line = f"converting the GGUF file of {model}, once: half a minute or more"
-    print(line, file=sys.stderr, flush=True)
 
 
 def _check_object(model: Any, tokenizer: Any, dtype: Any, device: Any) -> None:

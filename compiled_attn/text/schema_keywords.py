@@ -43,12 +43,10 @@ def unenforced(schema: Any) -> str:
     """
     left = [schema]
     while left:
-        node = left.pop()
-        if not isinstance(node, Mapping):
-            continue
-        if reason := _check_node(node):
-            return reason
-        left.extend(_children(node))
+        if isinstance(node := left.pop(), Mapping):
+            if reason := _check_node(node):
+                return reason
+            left.extend(_children(node))
     return ""
 
 

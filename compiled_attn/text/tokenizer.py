@@ -100,10 +100,10 @@ class Tokenizer:
             raise ConfigError(f"expected a prompt with text, got {got}: give it a word to go on")
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens without the special ones; an incomplete character is U+FFFD."""
-        if len(tokens) != 1:
-            return self._decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Decodes tokens, by default without special ones; an incomplete character is U+FFFD."""
+        if len(tokens) != 1 or special:
+            return self._decode(tokens, skip_special_tokens=not special)
         (token,) = tokens
         if (text := self._text_of_one.get(token)) is None:
             text = self._text_of_one[token] = self._decode(tokens, skip_special_tokens=True)
@@ -238,14 +238,12 @@ def _without_tokenizer(model: str | Path) -> ModelError:
 def check_messages(messages: Any) -> None:
     """Raises ConfigError unless these are messages of a chat."""
     is_chat = isinstance(messages, Sequence) and bool(messages)
-    if not is_chat or not all(map(_is_message, messages)):
+    if not is_chat or not all(
+        isinstance(each, Mapping) and isinstance(each.get(key), str)
+        for each in messages
+        for key in ("role", "content")
+    ):
         raise ConfigError(
             "expected messages, each with a role and a content of text, got "
             f"{quoted(messages)}: such as [{{'role': 'user', 'content': 'Hello'}}]"
         )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )

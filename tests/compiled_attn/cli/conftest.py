@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
 from compiled_attn.cli import main
 from tests.compiled_attn.cli.commands import Command, Completed
 from tests.compiled_attn.text.models import save_chat_model, save_model

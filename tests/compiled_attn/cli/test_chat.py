@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("typer", reason="needs the extra cli")
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from compiled_attn import LLM
 from compiled_attn.cli import main
 from compiled_attn.engine import EngineConfig, SamplingParams

@@ -7,9 +7,6 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("typer", reason="needs the extra cli")
-
 import typer
 
 from compiled_attn.cli import main

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from io import StringIO
 
-import pytest
-
-pytest.importorskip("typer", reason="needs the extra cli")
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from rich.console import Console
 
-from compiled_attn.cli.live import ServingView
+from compiled_attn.cli.run import ServingView
 from compiled_attn.engine import StepInfo
 
 

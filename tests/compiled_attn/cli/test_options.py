@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-
-pytest.importorskip("typer", reason="needs the extra cli")
-
 import typer
 
 from compiled_attn.cli.app import app

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra cli")
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from compiled_attn.workloads import synthetic
 from graphs import from_file
 

@@ -6,9 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra cli")
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from tests.compiled_attn.cli.commands import assert_refused
 
 LIMITS = ["--max-seqs", 4, "--max-tokens-per-step", 64, "--block-size", 8, "--max-graphs", 6]

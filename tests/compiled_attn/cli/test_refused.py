@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.installation import install_command
-
-pytest.importorskip("typer", reason="needs the extra cli")
-pytest.importorskip("transformers", reason="needs the extra hf")
-
-
 import compiled_attn
+from graphs.installation import install_command
 from tests.compiled_attn.cli.commands import assert_refused
 
 

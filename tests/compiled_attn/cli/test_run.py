@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("typer", reason="needs the extra cli")
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from transformers import LlamaForCausalLM
 
 from compiled_attn.cli.options import RunOptions
@@ -199,14 +195,6 @@ def test_open_and_closed_loop_and_sampling_serve_all_requests(command, small):
         completed = command(*small, *options)
         assert completed.code == 0, completed.err
         assert re.search(r"requests\W+6\b", completed.out)
-
-
-def test_a_bucket_file_says_what_is_captured(command, small, tmp_path):
-    buckets, path = tmp_path / "buckets", tmp_path / "result.json"
-    buckets.write_text("axes: tokens shared unique logits\n[4, 32], [0, 32], 128, 4\n")
-    completed = command(*small[:-2], "--buckets", buckets, "--json", path)
-    assert completed.code == 0, completed.err
-    assert json.loads(path.read_text())["graphs"] == 4
 
 
 def test_a_run_shows_how_many_graphs_came_from_the_store(command, small, monkeypatch, tmp_path):

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra cli")
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from compiled_attn import LLM
 from compiled_attn.engine import EngineConfig, SamplingParams
 from tests.compiled_attn.cli.commands import Command, assert_refused

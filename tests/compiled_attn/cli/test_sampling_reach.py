@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from transformers import GenerationConfig
 
-from compiled_attn.cli import sampling as command
+from compiled_attn.cli import inputs as command
 from compiled_attn.cli.options import RunOptions
 from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.serve.http_errors import RequestError

@@ -54,6 +54,13 @@ class Running:
             assert self.model.error is None, self.model.error
             time.sleep(0.01)
 
+    def wait_idle(self, seconds: float = 60) -> None:
+        """Until no request is open."""
+        until = time.monotonic() + seconds
+        while self.model.open_requests or self.model.llm.engine.open_requests:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
 
 @contextlib.contextmanager
 def running(load_model: LoadModel, settings: ServerSettings | None = None) -> Iterator[Running]:

@@ -6,7 +6,6 @@ import gc
 import http.client
 import json
 import threading
-import time
 from urllib.parse import urlsplit
 
 import openai
@@ -51,13 +50,6 @@ def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(server):
     assert "--max-body" in got["error"]["message"]
 
 
-@pytest.mark.parametrize("kwargs", [5, "x", [1], True])
-def test_template_arguments_that_are_no_object_are_refused(server, kwargs):
-    body = json.dumps({"model": NAME, "messages": SAID, "chat_template_kwargs": kwargs})
-    status, got = posted(server, body, "/v1/chat/completions")
-    assert status == 400 and "expected chat_template_kwargs" in got["error"]["message"]
-
-
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -99,7 +91,8 @@ def test_no_value_in_any_field_is_an_error_of_the_server(server, odd, path):
            "top_p", "top_k", "min_p", "logit_bias", "stream_options", "response_format", "tools",
            "tool_choice", "text", "instructions", "echo", "suffix", "best_of", "model", "store",
            "parallel_tool_calls", "min_tokens", "ignore_eos", "repetition_penalty", "include",
-           "presence_penalty", "frequency_penalty", "reasoning", "truncation")  # fmt: skip
+           "presence_penalty", "frequency_penalty", "reasoning", "truncation",
+           "chat_template_kwargs")  # fmt: skip
     for name in (*own, *base):
         status, got = posted(server, json.dumps({"model": NAME, **base, name: odd}), f"/v1/{path}")
         assert status < 500, (name, odd, got)
@@ -178,10 +171,7 @@ def test_clients_that_leave_at_once_leave_no_request(server):
         gone = connected(server)
         gone.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         gone.close()
-    until = time.monotonic() + 60
-    while server.model.open_requests or server.model.llm.engine.open_requests:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    server.wait_idle()
     assert server.client.completions.create(model=NAME, prompt="x", max_tokens=2).choices
 
 

@@ -170,13 +170,6 @@ def test_a_stream_says_that_it_is_done_and_what_it_used_if_asked(server, path, n
     assert all(each["choices"] and "usage" not in each for each in parsed)
 
 
-def test_the_official_client_reads_the_usage_of_a_stream(server):
-    *_, last = chat(server, n=2, stream=True, stream_options={"include_usage": True})
-    assert last.usage == chat(server, n=2).usage and last.choices == []
-    with pytest.raises(openai.BadRequestError, match="expected stream_options: an object"):
-        chat(server, stream=True, stream_options={"include_usage": 1})
-
-
 def test_several_answers_are_taken_as_a_whole_or_refused_as_a_whole(server):
     owner = server.model.engine._owner
     before, room = owner._max_waiting, server.model.engine.engine.config.max_seqs

@@ -53,16 +53,6 @@ def test_a_chat_answers_in_json_of_the_schema_whole_and_as_a_stream(server, alon
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_response_has_its_format_in_its_text(server, alone):
-    text = {"format": {"type": "json_schema", "name": "found", "schema": SCHEMA}}
-    settings = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 60, "text": text}
-    whole = server.client.responses.create(**settings)
-    assert whole.output_text == alone_text(alone, CHAT) and whole.output_text.startswith("{")
-    events = [*server.client.responses.create(**settings, stream=True)]
-    deltas = "".join(each.delta for each in events if each.type == "response.output_text.delta")
-    assert deltas == whole.output_text
-
-
 def test_any_object_and_any_text_can_be_asked_for(server, alone):
     settings = {"model": NAME, "messages": CHAT, "max_tokens": 4}
     create = server.client.chat.completions.create

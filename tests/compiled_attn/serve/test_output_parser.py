@@ -15,6 +15,8 @@ QWEN_3_5 = (
     "<think>hm</think>On it."
     "<tool_call><function=look><parameter=at>moon</parameter></function></tool_call>"
 )
+HALF_PAIR = '{}{{"name": "look", "arguments": {{"at": 1}}, "name": "\\ud800"}}{}'
+NO_JSON = '{}{{"name": "look", "arguments": {{"at": NaN}}}}{}'
 ANCHOR = {"start_anchor": "<model>"}  # of the tests' chat template
 TEXTS = pytest.mark.parametrize(
     ("template", "text"), [(_QWEN | ANCHOR, QWEN), (_QWEN_3_5 | ANCHOR, QWEN_3_5)]
@@ -55,8 +57,10 @@ def test_an_answer_is_parsed_whole_and_token_by_token(alone, template, text):
         ('On it.<tool_call>{"name": </tool_call>Sorry.', 'On it.{"name": Sorry.', []),
         ('On it.<tool_call>{"moon": 1}</tool_call>Sorry.', 'On it.{"moon": 1}Sorry.', []),
         ('On it.<tool_call>{"name": "look", ', 'On it.{"name": "look",', []),
+        (HALF_PAIR.format("<tool_call>", "</tool_call>"), HALF_PAIR.format("", ""), []),
+        (NO_JSON.format("<tool_call>", "</tool_call>"), NO_JSON.format("", ""), []),
     ],
-    ids=["between text", "malformed", "nameless", "cut"],
+    ids=["between text", "malformed", "nameless", "cut", "half a surrogate pair", "not a number"],
 )
 def test_a_call_that_cannot_be_parsed_is_text(alone, text, shown, calls):
     whole = parser_of(alone, _QWEN | ANCHOR).parse(tokens_of(alone, text))
@@ -66,6 +70,28 @@ def test_a_call_that_cannot_be_parsed_is_text(alone, text, shown, calls):
     assert [each for each in pieces if isinstance(each, ToolCall)] == calls
 
 
+@pytest.mark.parametrize(
+    ("template", "start", "end"),
+    [
+        (_QWEN, "x", "x"),
+        (_QWEN_3_5, "x", ""),
+        (
+            _QWEN_3_5,
+            "<tool_call><function=f><parameter=a>x",
+            "x</parameter></function></tool_call>",
+        ),
+    ],
+)
+def test_blanks_take_no_longer_the_more_there_are(alone, template, start, end):
+    """In quadratic time these would take minutes, in which the server answers nobody."""
+    blanks = 300_000
+    parsed = parser_of(alone, template | ANCHOR).parse(tokens_of(alone, start + " " * blanks + end))
+    if not parsed.tool_calls:
+        assert parsed.text == (start + " " * blanks + end).strip()
+    else:
+        assert len(parsed.tool_calls[0].arguments) == blanks + len('{"a": "xx"}')
+
+
 @pytest.fixture
 def calling(server, monkeypatch):
     """The server, with a template that finds a call in whatever the model says."""
@@ -73,12 +99,13 @@ def calling(server, monkeypatch):
     monkeypatch.setattr(
         llm.tokenizer.of_transformers, "response_template", _QWEN | ANCHOR, raising=False
     )
-    tokens = iter(())
+    tokens, begun = iter(()), []
     put, parse = OutputParser.put, OutputParser.parse
 
     def next_of_text(parser, token):
         nonlocal tokens
-        if not parser._tokens:
+        if parser not in begun:
+            begun.append(parser)
             tokens = iter(tokens_of(llm, QWEN))
         return put(parser, next(tokens))
 

@@ -108,9 +108,5 @@ def test_what_cannot_be_served_of_several_leaves_none_open(server):
     for prompts in ([[5], [9999]], [[5], [5] * 300]):
         with pytest.raises(openai.BadRequestError):
             text(server, prompts, max_tokens=100)
-    for _ in range(500):
-        if not server.model.llm.engine.open_requests:
-            break
-        server.get("/health")
-    assert not server.model.llm.engine.open_requests
+    server.wait_idle()
     assert server.model.llm.engine.report().generated_tokens == before

@@ -52,6 +52,8 @@ REFUSED += [
             {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
             "expected chat_template_kwargs: variables of the model's template",
         ),
+        ({"extra_body": {"chat_template_kwargs": 5}}, "expected chat_template_kwargs"),
+        ({"stream_options": {"include_usage": 1}}, "expected stream_options: an object"),
         ({"extra_body": {"moon": 1}}, "got moon"),
         ({"response_format": {"type": "xml"}}, "expected response_format: of type text, json_obj"),
         ({"response_format": SCHEMA_WITHOUT_ONE}, "json_schema with a schema in json_schema"),
@@ -63,6 +65,10 @@ REFUSED += [
         ({"logit_bias": {"x": 1}}, "logit_bias: token ids"),
         ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias: token"),
         ({"stop": 5}, "expected stop"),
+        ({"stop": ["x"] * 17}, "expected stop: a text or a list of up to 16 texts"),
+        ({"stop": "x" * 257}, "of up to 256 letters each, got 'xxx"),
+        ({"extra_body": {"chat_template_kwargs": {"x": "x" * 70_000}}}, "prompt of at most 65536"),
+        ({"extra_body": {"moon" * 1000: 1}}, "got moonmoon"),
     ]
 ]
 
@@ -83,13 +89,15 @@ def test_a_bad_request_is_answered_with_a_sentence(server, kind, fields, sentenc
         send(server, kind, {**fields, "stream": True})
     assert sentence in raised.value.body["message"]
     assert raised.value.body["type"] == "invalid_request_error"
-    assert "\n" not in raised.value.body["message"]
+    assert "\n" not in raised.value.body["message"] and len(raised.value.body["message"]) < 500
     assert not server.model.llm.engine.open_requests
 
 
 def test_another_model_is_not_found(server):
     with pytest.raises(openai.NotFoundError, match="expected the model 'tiny', got 'big'"):
         server.client.chat.completions.create(model="big", messages=SAID)
+    with pytest.raises(openai.NotFoundError, match=r"got 'x{80}'\.\.\.: GET"):
+        server.client.chat.completions.create(model="x" * 1_000_000, messages=SAID)
 
 
 def test_a_route_that_there_is_not_is_not_found(server):

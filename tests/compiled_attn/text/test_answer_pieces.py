@@ -9,8 +9,8 @@ from compiled_attn.text import TextPieces, Tokenizer
 TEXTS = ["the 🎉 and 你好, wörld", "👨‍👩‍👧‍👦 family", "two  spaces", "a\n\nb", "नमस्ते", "x"]
 
 
-def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    pieces = TextPieces(tokenizer)
+def pieces_of(tokenizer: Tokenizer, tokens: list[int], **more: bool) -> list[str]:
+    pieces = TextPieces(tokenizer, **more)
     return [*map(pieces.put, tokens), pieces.rest()]
 
 
@@ -29,12 +29,14 @@ def test_a_character_of_several_tokens_comes_with_its_last(tokenizer):
     assert any("🎉" in piece for piece in pieces)
 
 
-@given(st.data())
-def test_the_pieces_of_any_tokens_are_the_text_of_the_whole(tokenizer, data):
+@pytest.mark.parametrize("special", [False, True])
+@given(data=st.data())
+def test_the_pieces_of_any_tokens_are_the_text_of_the_whole(tokenizer, data, special):
     """Bytes in any order too, whole characters or not, and special tokens between them."""
     numbers = st.integers(0, 264)
     tokens = data.draw(st.lists(numbers, max_size=24))
-    assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+    pieces = pieces_of(tokenizer, tokens, special=special)
+    assert "".join(pieces) == tokenizer.decode(tokens, special=special)
 
 
 @given(st.text(max_size=12))
@@ -60,7 +62,9 @@ def test_pieces_of_many_open_tokens_are_the_text_of_the_whole(tokenizer, data):
 
 def test_tokens_without_a_whole_character_are_decoded_a_few_times_each(tokenizer, monkeypatch):
     decode, count = tokenizer.decode, []
-    monkeypatch.setattr(tokenizer, "decode", lambda each: count.append(len(each)) or decode(each))
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda each, **_: count.append(len(each)) or decode(each)
+    )
     half = tokenizer.encode("🎉")[-1]
     assert "".join(pieces_of(tokenizer, [half] * 2000)) == decode([half] * 2000)
     assert sum(count) < 2000 * 200

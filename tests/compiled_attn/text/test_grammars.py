@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
 
 from compiled_attn import LLM, AsyncEngine
-from compiled_attn.engine import EngineConfig, Grammar, SamplingParams
+from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.engine.asynchronous import Compiling
 from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.errors import ConfigError, QueueFull, RequestCancelled
 from compiled_attn.text import Answer, Grammars, Tokenizer
-from tests.compiled_attn.text.models import END, save_chat_model
 
 QUICK = settings(
     deadline=None,
@@ -199,23 +198,6 @@ def test_bytes_for_what_has_no_token_are_text_too(tokenizer):
     assert matcher.is_completed()
 
 
-@pytest.fixture(scope="module")
-def with_end(tmp_path_factory: pytest.TempPathFactory, config: EngineConfig) -> LLM:
-    """A model whose texts have an end token."""
-    return LLM(save_chat_model(tmp_path_factory.mktemp("end"), end=262), config)
-
-
-def test_the_end_of_a_text_may_come_where_the_grammar_may_end_and_only_there(with_end):
-    assert with_end.tokenizer.of_transformers.convert_tokens_to_ids(END) == 262
-    grammar = Grammar.regex("(?:ab)+")
-    given = answers(with_end, grammar, logit_bias={262: 50})
-    assert {each.text for each in given} == {"ab"} and given[0].result.tokens[-1] == 262
-    later = answers(with_end, grammar, logit_bias={262: 50}, min_tokens=5)
-    assert {each.text for each in later} == {"ababab"}
-    never = answers(with_end, grammar, logit_bias={262: 50}, ignore_eos=True)
-    assert {each.text for each in never} == {"ab" * 12}
-
-
 def test_many_threads_compile_a_grammar_once_and_get_their_answers(llm, monkeypatch):
     grammars, made = Grammars(llm.tokenizer), []
     own = Grammars._make_compilers
@@ -308,11 +290,10 @@ def test_a_grammar_that_no_thread_could_begin_is_begun_by_the_next_request(monke
 
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, {"min_tokens": 3}])
-def test_the_empty_text_alone_is_no_grammar(llm, with_end, more):
-    for each in (llm, with_end):
-        for empty in (Grammar.regex(""), Grammar.ebnf('root ::= ""')):
-            with pytest.raises(ConfigError, match="only the empty text fits it"):
-                answers(each, empty, **more)
+def test_the_empty_text_alone_is_no_grammar(llm, more):
+    for empty in (Grammar.regex(""), Grammar.ebnf('root ::= ""')):
+        with pytest.raises(ConfigError, match="only the empty text fits it"):
+            answers(llm, empty, **more)
 
 
 def test_without_xgrammar_only_what_asks_for_it_is_refused(llm, monkeypatch):

@@ -89,21 +89,6 @@ def test_closing_a_stream_frees_its_blocks(llm):
     assert llm.generate(["the"], SHORT)[0].result.finish_reason == "length"
 
 
-def test_a_second_turn_finds_the_first_in_the_cache(llm):
-    turns = [{"role": "user", "content": "a first question of some length, to fill blocks"}]
-    (answer,) = llm.chat(turns, SHORT)
-    before = llm.engine.memory.stats()
-    more = [
-        {"role": "assistant", "content": answer.text},
-        {"role": "user", "content": "and another"},
-    ]
-    llm.chat([*turns, *more], SHORT)
-    after = llm.engine.memory.stats()
-    size = llm.engine.pool.block_size
-    whole = (len(llm.tokenizer.encode(turns)) - 1) // size * size
-    assert after.hit_tokens - before.hit_tokens >= whole
-
-
 def test_prompts_of_another_salt_share_nothing(llm):
     prompt = "a prompt that fills several blocks of eight tokens each"
     llm.generate([prompt], SHORT, salt="one")
