@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine import RequestState, SamplingParams, Scheduler, Status
 from compiled_attn.engine.logprobs import RowResult
+from compiled_attn.engine.scheduler import ScheduledStep
 
 
 def _sequence(
@@ -68,6 +69,39 @@ def test_decodes_alone_schedule_ahead_with_one_block_each_to_spare():
     assert scheduler.pool.available == 3 and scheduler.can_schedule_ahead
     scheduler.add(_sequence(2, 4, start=200))
     assert not scheduler.can_schedule_ahead
+
+
+def test_a_launched_step_finishes_the_requests_that_surely_get_their_last_token():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=9, max_seqs=4)
+    for request_id, (prompt, new) in enumerate([(2, 1), (2, 2), (3, 3), (30, 1)]):
+        scheduler.add(_sequence(request_id, prompt, new, 100 * request_id))
+    finished = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        finished.append({each.request_id for each in scheduler.advance(step)})
+        for part in [part for part in step if part.needs_logits]:
+            part.sequence.tokens.append(1)
+        for sequence in [each for each in scheduler.running if each.request_id in finished[-1]]:
+            scheduler.finish(sequence)
+    # The fourth is cut into chunks, of which only the last needs logits.
+    assert finished[:3] == [{0}, {1}, {2}] and set().union(*finished[3:]) == {3}
+
+
+def test_rows_that_want_more_than_the_most_likely_token_are_special():
+    plain = _sequence(0, 3)
+    drawn = RequestState(1, [1, 2], 2, SamplingParams(temperature=0.5), 0.0)
+    assert ScheduledStep({plain: 3, drawn: 2}).special == [1]
+    assert ScheduledStep({plain: 3}).special == []
+
+
+def test_a_decode_changes_blocks_once_a_block():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
+    scheduler.add(_sequence(0, 4, new=9))
+    changed = []
+    while scheduler.has_work:
+        _run_step(scheduler)
+        changed.append(scheduler.changed)
+    assert changed == [[0], [0], [], [], [], [0], [], [], []]
 
 
 def test_a_common_prefix_is_computed_once():
