@@ -108,8 +108,10 @@ def test_a_common_prefix_is_computed_once():
     scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
     scheduler.add(_sequence(0, 10))
     assert _run_step(scheduler) == [(0, 10)]
-    scheduler.add(_sequence(1, 10))
+    second = _sequence(1, 10)
+    scheduler.add(second)
     assert _run_step(scheduler) == [(0, 1), (1, 2)]
+    assert second.cached == 8
 
 
 def test_when_blocks_run_out_the_newest_sequence_is_computed_again_later():
@@ -158,6 +160,17 @@ def test_a_preempted_sequence_that_was_in_the_step_already_leaves_it():
     step = scheduler.schedule()
     assert [(part.sequence, part.count) for part in step] == [(old, 4)]
     assert list(scheduler.waiting) == [new] and scheduler.running == [old]
+
+
+def test_a_preempted_request_began_and_found_its_prefix_when_it_was_first_admitted():
+    scheduler, _, new = _two_running()
+    begun = new.begun_s
+    _hold_all_but(scheduler, 1)
+    scheduler.schedule()
+    scheduler.pool.free("other")
+    assert new in [part.sequence for part in scheduler.schedule()]
+    assert new.computed > 0  # its own blocks, found again
+    assert new.cached == 0 and new.begun_s == begun is not None
 
 
 def test_a_step_with_a_preemption_admits_nobody():
