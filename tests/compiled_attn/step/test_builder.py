@@ -29,6 +29,13 @@ def test_a_block_of_one_query_token_is_unique_and_of_more_is_shared():
     assert builder.need(first_prompt) == {"tokens": 3, "shared": 0, "unique": 0, "logits": 1}
 
 
+def test_blocks_that_were_shared_in_an_earlier_step_are_unique_in_a_later_one():
+    builder = BatchBuilder(16, 4)
+    assert builder.need([_decode(6, [3, 5]), _decode(6, [3, 9])])["shared"] == 1
+    later = [_decode(6, [3, 5]), _decode(6, [4, 9]), _decode(6, [4, 8])]
+    assert builder.need(later) == {"tokens": 3, "shared": 1, "unique": 4, "logits": 3}
+
+
 def test_a_decode_step_as_tensors():
     step = BatchBuilder(16, 4).build([_decode(6, [3, 5]), _decode(8, [4, 9, 2])])
     assert step.slot_mapping.tolist() == [5 * 4 + 2, 2 * 4 + 0]

@@ -67,9 +67,9 @@ def test_a_form_of_a_fixed_width_fills_tables_of_it():
 
 
 def test_rows_that_need_logits_become_requests_that_see_what_their_tokens_do():
-    requests = [Request([1], 6, [2, 3]), Request([5, 6, 7], 1, [4], num_logits=2)]
-    plan = BatchBuilder(8, 4).plan_tables(requests)
-    metadata = plan.fill().logits_metadata(4)  # of a step without padded requests
+    chunk = Request([8], 0, [5], num_logits=0)
+    requests = [Request([1], 6, [2, 3]), chunk, Request([5, 6, 7], 1, [4], num_logits=2)]
+    metadata = BatchBuilder(8, 4).plan_tables(requests).fill().logits_metadata(4)
     assert metadata.positions.tolist() == [6, 2, 3]
     assert metadata.seq_lens.tolist() == [7, 3, 4]
     assert metadata.block_tables.tolist() == [[2, 3], [4, 0], [4, 0]]
