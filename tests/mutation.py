@@ -49,7 +49,9 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        return f"{self.file} {self.scope}: {self.after}"
+        # Another line of the function may be replaced by the same.
+        before = f"{self.before} -> " if self.after in ("pass", "return None") else ""
+        return f"{self.file} {self.scope}: {before}{self.after}"
 
 
 def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:

@@ -21,7 +21,6 @@ Salt: TypeAlias = str | bytes | None
 TOKEN_BYTES = 8
 
 _DIGEST_BYTES = 16
-_KEY_BYTES = 32
 
 
 class PromptKeys:
@@ -216,12 +215,12 @@ def token_bytes(tokens: Tokens) -> bytes:
 
 def _checked_key(key: bytes | None) -> bytes:
     if key is None:
-        return secrets.token_bytes(_KEY_BYTES)
+        return secrets.token_bytes()
     if not isinstance(key, bytes):
         raise TypeError(f"expected a key of bytes or None, got {type(key).__name__}: encode it")
     if not 1 <= len(key) <= blake2b.MAX_KEY_SIZE:
         raise ValueError(
             f"expected a key of 1 to {blake2b.MAX_KEY_SIZE} bytes, got {len(key)}: "
-            f"pass secrets.token_bytes({_KEY_BYTES})"
+            "pass secrets.token_bytes()"
         )
     return key

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine import RequestState, SamplingParams, Scheduler, Status
 from compiled_attn.engine.logprobs import RowResult
+from compiled_attn.engine.scheduler import ScheduledStep
 
 
 def _sequence(
@@ -70,12 +71,47 @@ def test_decodes_alone_schedule_ahead_with_one_block_each_to_spare():
     assert not scheduler.can_schedule_ahead
 
 
+def test_a_launched_step_finishes_the_requests_that_surely_get_their_last_token():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=9, max_seqs=4)
+    for request_id, (prompt, new) in enumerate([(2, 1), (2, 2), (3, 3), (30, 1)]):
+        scheduler.add(_sequence(request_id, prompt, new, 100 * request_id))
+    finished = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        finished.append({each.request_id for each in scheduler.advance(step)})
+        for part in [part for part in step if part.needs_logits]:
+            part.sequence.tokens.append(1)
+        for sequence in [each for each in scheduler.running if each.request_id in finished[-1]]:
+            scheduler.finish(sequence)
+    # The fourth is cut into chunks, of which only the last needs logits.
+    assert finished[:3] == [{0}, {1}, {2}] and set().union(*finished[3:]) == {3}
+
+
+def test_rows_that_want_more_than_the_most_likely_token_are_special():
+    plain = _sequence(0, 3)
+    drawn = RequestState(1, [1, 2], 2, SamplingParams(temperature=0.5), 0.0)
+    assert ScheduledStep({plain: 3, drawn: 2}).special == [1]
+    assert ScheduledStep({plain: 3}).special == []
+
+
+def test_a_decode_changes_blocks_once_a_block():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
+    scheduler.add(_sequence(0, 4, new=9))
+    changed = []
+    while scheduler.has_work:
+        _run_step(scheduler)
+        changed.append(scheduler.changed)
+    assert changed == [[0], [0], [], [], [], [0], [], [], []]
+
+
 def test_a_common_prefix_is_computed_once():
     scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
     scheduler.add(_sequence(0, 10))
     assert _run_step(scheduler) == [(0, 10)]
-    scheduler.add(_sequence(1, 10))
+    second = _sequence(1, 10)
+    scheduler.add(second)
     assert _run_step(scheduler) == [(0, 1), (1, 2)]
+    assert second.cached == 8
 
 
 def test_when_blocks_run_out_the_newest_sequence_is_computed_again_later():
@@ -124,6 +160,17 @@ def test_a_preempted_sequence_that_was_in_the_step_already_leaves_it():
     step = scheduler.schedule()
     assert [(part.sequence, part.count) for part in step] == [(old, 4)]
     assert list(scheduler.waiting) == [new] and scheduler.running == [old]
+
+
+def test_a_preempted_request_began_and_found_its_prefix_when_it_was_first_admitted():
+    scheduler, _, new = _two_running()
+    begun = new.begun_s
+    _hold_all_but(scheduler, 1)
+    scheduler.schedule()
+    scheduler.pool.free("other")
+    assert new in [part.sequence for part in scheduler.schedule()]
+    assert new.computed > 0  # its own blocks, found again
+    assert new.cached == 0 and new.begun_s == begun is not None
 
 
 def test_a_step_with_a_preemption_admits_nobody():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,13 @@ def test_a_block_of_one_query_token_is_unique_and_of_more_is_shared():
     assert builder.need(chunk) == {"tokens": 3, "shared": 2, "unique": 0, "logits": 1}
     first_prompt = [Request([1, 2, 3], 0, [3])]
     assert builder.need(first_prompt) == {"tokens": 3, "shared": 0, "unique": 0, "logits": 1}
+
+
+def test_blocks_that_were_shared_in_an_earlier_step_are_unique_in_a_later_one():
+    builder = BatchBuilder(16, 4)
+    assert builder.need([_decode(6, [3, 5]), _decode(6, [3, 9])])["shared"] == 1
+    later = [_decode(6, [3, 5]), _decode(6, [4, 9]), _decode(6, [4, 8])]
+    assert builder.need(later) == {"tokens": 3, "shared": 1, "unique": 4, "logits": 3}
 
 
 def test_a_decode_step_as_tensors():
@@ -83,6 +92,11 @@ def test_padding_points_at_the_null_block_and_is_in_range(seed, extra):
         t for name, t in step._asdict().items() if name not in ("causal_group", "unique_queries")
     ]
     assert all(t is None or t.numel() == 0 or int(t.amin()) >= 0 for t in index_tensors)
+
+
+def test_queries_with_unique_blocks_are_padded_with_minus_one():
+    plan = BatchBuilder(16, 4).plan([_decode(6, [3, 5])])
+    assert plan.fill({**plan.need, "logits": 3}).unique_queries.tolist() == [0, -1, -1]
 
 
 def test_building_a_step_never_changes_an_earlier_one():
@@ -150,6 +164,19 @@ def test_two_requests_that_write_one_slot_are_refused():
         BatchBuilder(16, 4).build([_decode(2, [1]), _decode(2, [1])])
 
 
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 0)])
+def test_the_smallest_cache_has_one_slot_besides_the_null_block(sizes):
+    step = BatchBuilder(2, 1).build([_decode(0, [1])])
+    assert (step.slot_mapping.tolist(), step.unique_blocks.tolist()) == ([1], [1])
+    with pytest.raises(ValueError, match="num_blocks >= 2 and block_size >= 1"):
+        BatchBuilder(*sizes)
+
+
+def test_a_chunk_that_does_not_end_its_prompt_needs_no_logits():
+    plan = BatchBuilder(16, 4).plan([Request([1, 2], 0, [3], num_logits=0), _decode(6, [4, 5])])
+    assert plan.need["logits"] == 1 and plan.fill().logits_index.tolist() == [2]
+
+
 def test_an_empty_step_is_refused():
     with pytest.raises(ValueError, match="at least one request"):
         BatchBuilder(16, 4).build([])
@@ -166,6 +193,14 @@ def test_numpy_tables_of_any_integer_type_and_spare_entries_are_taken():
     table = np.array([3, 5, 15, 999], np.int32)
     step = BatchBuilder(16, 4).build([Request(np.array([7], np.int32), 6, table)])
     assert step.unique_blocks.tolist() == [3, 5]
+
+
+def test_shared_blocks_have_a_bias_or_their_usage_where_they_are_read_in_chunks():
+    builder = BatchBuilder(16, 2)
+    step = builder.build([_decode(0, [3]), _decode(2, [3, 4])])
+    assert step.metadata(2).shared_bias.tolist() == [[[0, -math.inf]], [[0, 0]]]
+    assert torch.equal(step.metadata(2, shared_chunk=1).shared_bias, step.shared_usage)
+    assert builder.build([_decode(2, [3, 4])]).metadata(2).shared_bias is None
 
 
 def test_a_plan_knows_its_block_size():

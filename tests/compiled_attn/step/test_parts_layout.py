@@ -51,3 +51,19 @@ def test_the_cost_grows_on_every_axis(axis):
     cost = PartsLayout(2, 4).cost(ModelWork(10.0, 2.0, 1.0))
     bucket = dict.fromkeys(PartsLayout.axes, 5)
     assert cost({**bucket, axis: 6}) > cost(bucket)
+
+
+def test_the_budget_is_used_up_but_for_one_graph():
+    for graphs in range(6, 42):
+        assert graphs - len(LAYOUT.ladder(StepLimits(256, 64, 8192, 90000), graphs)) in (0, 1)
+
+
+def test_a_budget_of_two_graphs_has_one_for_decodes_of_all_requests():
+    space = LAYOUT.ladder(StepLimits(256, 32, 256, 2048), 2)
+    decodes = space.pick(tokens=32, shared=256, unique=2048, logits=32)
+    assert decodes["tokens"] == 32 and space.largest["tokens"] == 256
+
+
+def test_however_many_graphs_prefills_are_no_finer_than_a_2048th_of_the_longest_context():
+    space = LAYOUT.ladder(StepLimits(256, 64, 8192, 90000), 1000)
+    assert min(bucket["shared"] for bucket in space) == 8192 // 2048

@@ -84,7 +84,8 @@ def test_gaps_are_closed_in_order_and_what_is_behind_the_rows_is_null():
     table.close_gaps()
     assert table.rows(["d", "b"]).tolist() == [1, 0] and table.num_free == 2
     assert table.blocks.tolist() == [[4, 0, 0], [7, 0, 0], [0] * 3, [0] * 3]
-    assert table.lengths.tolist() == [1, 1, 0, 0] and table.add("e", [9]) == 2
+    assert table.lengths.tolist() == [1, 1, 0, 0]
+    assert [table.add("e", [9]), table.add("f", [2])] == [2, 3]
     with pytest.raises(KeyError, match="add it first"):
         table.rows(["b", "a"])
 
@@ -105,6 +106,26 @@ def test_first_rows_are_read_in_place_where_they_may_be_and_equal_those_that_are
     for order in ([0, 1, 2], [2, 0, 1]):
         for one, other in zip(step(True, order), step(False, order), strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_table_over_a_cache_of_one_block_is_read_in_place():
+    table = RequestTable(1, 1, in_place=True)
+    table.add("a", [1])
+    assert table.in_place(np.array([0]), 2) is table.blocks
+
+
+@pytest.mark.parametrize(
+    ("new", "context", "prompt_len", "is_prefill"),
+    [
+        *[(1, 0, None, True), (1, 1, None, False), (2, 1, None, True)],
+        *[(1, 4, 5, True), (1, 5, 5, False), (3, 5, 5, False)],
+    ],
+)
+def test_a_request_is_in_its_prompt_until_all_of_it_is_context(
+    new, context, prompt_len, is_prefill
+):
+    request = Request([1] * new, context, [1, 2], prompt_len=prompt_len)
+    assert request.is_prefill == is_prefill
 
 
 def test_a_table_with_an_id_that_no_cache_has_is_not_read_in_place():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from compiled_attn import BatchBuilder, Request
-from compiled_attn.step import StepLimits, TableLayout
+from compiled_attn.step import PartsLayout, StepLimits, TableBatch, TableLayout
 
 LAYOUT = TableLayout(2, 32)
 LIMITS = StepLimits(256, 32, 100, 1000)
@@ -64,3 +64,31 @@ def test_a_form_of_a_fixed_width_fills_tables_of_it():
     assert layout.padding({"tokens": 4, "requests": 3})[4].shape == step.block_tables.shape
     with pytest.raises(ValueError, match="pass width="):
         TableLayout(8, 4).padding({"tokens": 4, "requests": 3})
+
+
+def test_rows_that_need_logits_become_requests_that_see_what_their_tokens_do():
+    chunk = Request([8], 0, [5], num_logits=0)
+    requests = [Request([1], 6, [2, 3]), chunk, Request([5, 6, 7], 1, [4], num_logits=2)]
+    metadata = BatchBuilder(8, 4).plan_tables(requests).fill().logits_metadata(4)
+    assert metadata.positions.tolist() == [6, 2, 3]
+    assert metadata.seq_lens.tolist() == [7, 3, 4]
+    assert metadata.block_tables.tolist() == [[2, 3], [4, 0], [4, 0]]
+    assert metadata.query_start_loc.tolist() == [0, 1, 2, 3]
+    assert not metadata.slot_mapping.any()
+
+
+@pytest.mark.parametrize("context", [0, 6])
+def test_padded_rows_that_need_logits_see_nothing(context):
+    plan = BatchBuilder(8, 4).plan_tables([Request([1], context, [2, 3])])
+    metadata = plan.fill({"tokens": 2, "requests": 4}).logits_metadata(4)
+    assert metadata.seq_lens.tolist() == [context + 1, 0, 0, 0]
+    padding = TableBatch.padding({"tokens": 2, "requests": 3}, 5).logits_metadata(4)
+    assert padding.seq_lens.tolist() == [0, 0, 0] and not padding.block_tables.any()
+
+
+@pytest.mark.parametrize("kind", [TableLayout, PartsLayout])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_smallest_need_is_that_of_the_last_token_of_a_request_of_so_many_blocks(kind, blocks):
+    layout = kind(2, 2).over(8, 4, 3)  # the same layout, of another cache
+    rows = BatchBuilder(8, 4).rows_of([Request([1], 4 * blocks - 1, range(7, 7 - blocks, -1))])
+    assert layout.plan(rows).need == layout.smallest_need(blocks)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -29,6 +30,14 @@ def test_a_folder_or_a_file_comes_back_as_it_was_stored(store, artifact, tmp_pat
     assert content(store) == {"graph.bin": bytes(range(256)) * 40, "deep/notes.json": b"{}"}
     assert store.put({"other": 1}, artifact / "graph.bin")
     assert content(ArtifactStore(store.path), {"other": 1}).keys() == {"graph.bin"}
+
+
+def test_a_store_is_made_with_the_folders_above_it_for_this_user_only(tmp_path, artifact):
+    store = ArtifactStore(tmp_path / "cache" / "mine")
+    assert store.put(FACTORS, artifact)
+    folders = store.path, *(each for each in store.path.iterdir() if each.is_dir())
+    assert len(folders) == 4
+    assert {stat.S_IMODE(each.stat().st_mode) for each in folders} == {0o700}
 
 
 def test_the_factors_are_saved_next_to_the_artifact(store, artifact):
@@ -84,9 +93,11 @@ def test_most_puts_count_no_sizes(store, artifact, monkeypatch):
     assert all(store.put({"i": i}, artifact) for i in range(1, 4)) and not counted
 
 
-def test_what_is_larger_than_the_store_is_not_stored(tmp_path, artifact):
-    store = ArtifactStore(tmp_path / "tiny", max_bytes=100)
-    assert not store.put(FACTORS, artifact)
+@pytest.mark.parametrize(("limit", "size"), [(100, 101), (0, 1)])
+def test_what_is_larger_than_the_store_is_not_stored(tmp_path, limit, size):
+    store = ArtifactStore(tmp_path / "tiny", max_bytes=limit)
+    (tmp_path / "graph.bin").write_bytes(bytes(size))
+    assert not store.put(FACTORS, tmp_path / "graph.bin")
     assert store.entries() == [] and content(store) is None
 
 
@@ -224,6 +235,17 @@ def test_nothing_is_removed_while_it_is_used(store, artifact):
         assert (folder / "graph.bin").exists()
     other.clear()
     assert content(store) is None
+
+
+def test_what_is_damaged_while_it_is_used_is_discarded_afterwards(store, artifact):
+    store.put(FACTORS, artifact)
+    other = ArtifactStore(store.path, lock_seconds=0.05)
+    with store.use(FACTORS) as folder:
+        (folder / "graph.bin").write_bytes(b"damaged")
+        with pytest.raises(StoreError, match=r"was locked for 0.05 s"):
+            other.verify()
+        assert (folder / "graph.bin").exists()
+    assert len(other.verify()) == 1 and store.entries() == []
 
 
 def test_what_is_no_factor_or_no_artifact_is_an_error_at_once(store, artifact, tmp_path):

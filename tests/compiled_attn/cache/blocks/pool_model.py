@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -62,10 +62,6 @@ class ModelledPool:
         refs = self.references()
         return [b for b in range(1, self.total + 1) if not refs[b] and b not in self.idle]
 
-    def evict(self, block: int) -> None:
-        self.counts["evictions"] += 1
-        self.forget(block)
-
     def forget(self, block: int) -> None:
         """A duplicate is found from now on."""
         for key in [key for key, other in self.index.items() if other == block]:
@@ -80,8 +76,9 @@ class ModelledPool:
         """The ids that the next allocations must return: lowest free block, then evicted."""
         free = self.free_blocks()[:count]
         evicted = [self.idle.pop(0) for _ in range(count - len(free))]
+        self.counts["evictions"] += len(evicted)
         for block in evicted:
-            self.evict(block)
+            self.forget(block)
         for block in free + evicted:
             self.cache[block] = [None] * self.size
         self.counts["allocations"] += count
@@ -135,7 +132,7 @@ class ModelledPool:
         row.tokens += [token] * (length - len(row.tokens))
         return replaced + fresh
 
-    def drop(self, name: str) -> Row:
+    def drop(self, name: str) -> None:
         row = self.rows.pop(name)
         blocks = list(row.blocks)
         # The pool lets go of block after block, from the last one on.
@@ -146,7 +143,6 @@ class ModelledPool:
                 source = self.pending.pop(block, None)
                 self.let_go([block] if source is None else [source, block])
         del self.rows[name]
-        return row
 
     def note_use(self) -> None:
         used = self.references()
@@ -212,8 +208,9 @@ class ModelledPool:
         needed = self.needed(row, length)
         fits = needed <= self.room()
         assert self.pool.can_reserve(name, length) == fits
-        appends = length == row.length + 1
-        call = (lambda: self.pool.append(name)) if appends else self.reserving(name, length)
+        call = partial(self.pool.reserve, name, length)
+        if length == row.length + 1:
+            call = partial(self.pool.append, name)
         if fits:
             expected = self.grow(row, length, token)
             assert call() == expected
@@ -228,9 +225,6 @@ class ModelledPool:
         row = self.rows[name]
         count = len(row.blocks) + self.room()
         self.reserve(name, (count - self.writes_into_shared(row)) * self.size, token)
-
-    def reserving(self, name: str, length: int) -> Callable[[], list[int]]:
-        return lambda: self.pool.reserve(name, length)
 
     def copy(self, skipped: int = 0) -> None:
         """All copies but the first so many, which stay pending."""
@@ -289,14 +283,10 @@ class ModelledPool:
         self.rows[child] = Row(row.salt, tokens, blocks, length, computed, withdrawn=withdrawn)
         self.pool.fork(parent, child)
 
-    def free(self, name: str, preempt: bool) -> Row:
-        row = self.drop(name)
+    def free(self, name: str, preempt: bool) -> None:
+        self.drop(name)
         self.counts["preemptions"] += preempt
-        if preempt:
-            self.pool.preempt(name)
-        else:
-            self.pool.free(name)
-        return row
+        (self.pool.preempt if preempt else self.pool.free)(name)
 
     def misuse(self, name: str) -> None:
         """Calls that must fail and change nothing."""

@@ -12,9 +12,9 @@ def perform_copies(pool: BlockPool) -> list[tuple[int, int]]:
     return pairs
 
 
-def run(pool: BlockPool, name: str, tokens: list[int], salt: str | None = None) -> BlockTable:
+def run(pool: BlockPool, name: str, tokens: list[int]) -> BlockTable:
     """Adds a request and computes all of its prompt."""
-    table = pool.add(name, tokens, salt=salt)
+    table = pool.add(name, tokens)
     pool.reserve(name, len(tokens))
     perform_copies(pool)
     pool.commit(name, tokens, len(tokens))

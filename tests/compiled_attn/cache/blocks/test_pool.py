@@ -138,6 +138,15 @@ def test_the_table_of_a_freed_request_is_empty() -> None:
     assert not table.array.any()
 
 
+def test_a_request_without_a_prompt_starts_with_nothing_computed() -> None:
+    pool = BlockPool(num_blocks=9, block_size=4)
+    run(pool, "a", list(range(8)))
+    table = pool.add("b")
+    assert (table.blocks, table.length, table.num_computed) == ([], 0, 0)
+    pool.reserve("b", 2)
+    assert pool.commit("b", [1], 0) == 4
+
+
 def test_freeing_twice_or_an_unknown_request_names_it_and_changes_nothing() -> None:
     pool = BlockPool(num_blocks=9, block_size=4)
     run(pool, "a", list(range(10)))
@@ -181,6 +190,7 @@ def test_adding_a_known_id_is_an_error_that_changes_nothing() -> None:
         lambda pool: pool.commit("a", list(range(8)), 9),
         lambda pool: pool.commit("a", [0, 1, 2, 3, 4, 5, 6, 0.5, 8], 9),
         lambda pool: pool.commit("a", np.zeros(9), 9),
+        lambda pool: pool.commit("a", np.zeros(9), 7),  # inside a block
         lambda pool: pool.add("b", np.zeros((2, 2), dtype=np.int64)),
         lambda pool: pool.add("b", np.zeros(6)),
         lambda pool: pool.add("b", ["x"] * 6),

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import PrefixIndex
+from tests.compiled_attn.cache.blocks.pools import run
 
 
-def _pool(key: bytes = b"secret") -> BlockPool:
-    pool = BlockPool(12, 2, key=key)
-    pool.add("cached", [1, 2, 3, 4, 5, 6, 7])
-    pool.reserve("cached", 7)
-    pool.commit("cached", [1, 2, 3, 4, 5, 6, 7], 7)
+def _pool() -> BlockPool:
+    pool = BlockPool(12, 2)
+    run(pool, "cached", [1, 2, 3, 4, 5, 6, 7])
     return pool
 
 
@@ -47,9 +46,7 @@ def test_a_block_that_is_cached_later_is_found():
     pool, tokens = BlockPool(12, 2), [1, 2, 3, 4, 5]
     prompt = pool.prompt(tokens)
     assert not pool.can_allocate(23, prompt)
-    pool.add("first", tokens)
-    pool.reserve("first", 5)
-    pool.commit("first", tokens, 5)
+    run(pool, "first", tokens)
     assert pool.add("second", prompt).num_cached_tokens == 4
 
 

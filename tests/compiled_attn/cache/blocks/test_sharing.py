@@ -23,15 +23,6 @@ def test_equal_prompts_share_their_full_blocks_but_the_last_token_is_always_comp
     assert pool.reserve(9, 9) == [3]
 
 
-def test_another_salt_or_another_first_token_shares_nothing() -> None:
-    pool = BlockPool(num_blocks=20, block_size=2)
-    run(pool, "a", [1, 2, 3, 4, 5], salt="x")
-    assert pool.add("b", [1, 2, 3, 4, 5]).blocks == []
-    assert pool.add("c", [1, 2, 3, 4, 5], salt="y").blocks == []
-    assert pool.add("d", [9, 2, 3, 4, 5], salt="x").blocks == []
-    assert pool.add("e", [1, 2, 3, 4, 5], salt="x").blocks == [1, 2]
-
-
 def test_blocks_are_found_only_after_they_were_committed_full() -> None:
     pool = BlockPool(num_blocks=20, block_size=4)
     pool.add("a", list(range(12)))
