@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 from annotated_types import Ge, Le, MaxLen
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatFields
@@ -49,7 +49,8 @@ Body = Mapping[str, Any]
 _DEFAULT_TOKENS = 1024  # of a request without a limit
 _MAX_CHOICES, _MAX_TOP_LOGPROBS = 128, 20  # as OpenAI documents them
 _MAX_STOPS, _MAX_STOP = 16, 256  # each token of an answer is compared with all of them
-_Stop, _Stops = Annotated[str, MaxLen(_MAX_STOP)], Field(max_length=_MAX_STOPS, fail_fast=True)
+_Stop: TypeAlias = Annotated[str, MaxLen(_MAX_STOP)]
+_Stops = Field(max_length=_MAX_STOPS, fail_fast=True)
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "reasoning_effort": (),
