@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from graphs.buckets.axes import Axis as Axis
-    from graphs.buckets.axes import Bucket as Bucket
     from graphs.buckets.file import from_file as from_file
     from graphs.buckets.file import to_file as to_file
     from graphs.buckets.ladders import explicit as explicit
     from graphs.buckets.ladders import exponential as exponential
     from graphs.buckets.ladders import linear as linear
+    from graphs.buckets.space import Axis as Axis
+    from graphs.buckets.space import Bucket as Bucket
     from graphs.buckets.space import BucketSpace as BucketSpace
     from graphs.capture.capture import CapturedGraph as CapturedGraph
     from graphs.capture.capture import available_backends as available_backends
@@ -47,15 +47,14 @@ if TYPE_CHECKING:
     from graphs.warmup.report import WarmupReport as WarmupReport
     from graphs.watch.causes import CompileEvent as CompileEvent
     from graphs.watch.compiles import CompileWatch as CompileWatch
+    from graphs.watch.compiles import no_compile as no_compile
     from graphs.watch.explain import BreakReport as BreakReport
     from graphs.watch.explain import explain as explain
-    from graphs.watch.sentinel import no_compile as no_compile
 
 _MODULES = {
-    "buckets.axes": "Axis Bucket",
     "buckets.file": "from_file to_file",
     "buckets.ladders": "explicit exponential linear",
-    "buckets.space": "BucketSpace",
+    "buckets.space": "Axis Bucket BucketSpace",
     "capture.capture": "CapturedGraph available_backends capture",
     "errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
     "InputMismatch JournalError ModeMismatch StaleGraph",
@@ -64,10 +63,9 @@ _MODULES = {
     "warmup.manager": "WarmupManager",
     "warmup.progress": "progress_for",
     "warmup.report": "BucketEvent BucketResult WarmupReport",
-    "watch.compiles": "CompileWatch",
+    "watch.compiles": "CompileWatch no_compile",
     "watch.causes": "CompileEvent",
     "watch.explain": "BreakReport explain",
-    "watch.sentinel": "no_compile",
 }
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphs.buckets.axes import Bucket
+    from graphs.buckets.space import Bucket
     from graphs.watch.causes import CompileEvent
 
 __all__ = [

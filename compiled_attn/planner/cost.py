@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from compiled_attn.planner.demand import Floats, Points
-from graphs.buckets.axes import Bucket
+from graphs.buckets.space import Bucket
 
 __all__ = ["CostModel"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from compiled_attn.errors import DemandFileError
-from graphs.buckets.axes import Axis, whole
+from graphs.buckets.space import Axis, whole
 from graphs.errors import clipped, parse_json, quoted
 
 __all__ = ["Demand", "Floats", "Points", "read_demand"]

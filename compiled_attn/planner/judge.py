@@ -9,8 +9,7 @@ import numpy as np
 from compiled_attn.planner.cost import CostModel
 from compiled_attn.planner.demand import Demand
 from compiled_attn.planner.pick import PickOrder, by_cost, picks
-from graphs.buckets.axes import Bucket
-from graphs.buckets.space import BucketSpace
+from graphs.buckets.space import Bucket, BucketSpace
 
 __all__ = ["BucketUse", "Judgement", "PlanReport", "judge"]
 

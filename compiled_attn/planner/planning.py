@@ -16,8 +16,7 @@ from compiled_attn.planner.judge import PlanReport, judge
 from compiled_attn.planner.pick import PickOrder, by_cost
 from compiled_attn.planner.problem import Problem, check_needs
 from compiled_attn.planner.region import Region
-from graphs.buckets.axes import Axis, Bucket
-from graphs.buckets.space import BucketSpace
+from graphs.buckets.space import Axis, Bucket, BucketSpace
 
 __all__ = ["Budget", "plan"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.planner.demand import Demand, Points
 from compiled_attn.planner.pick import CostOf, PickOrder, by_cost, picks
-from graphs.buckets.axes import Axis, Bucket
+from graphs.buckets.space import Axis, Bucket
 
 __all__ = ["Grid", "Region"]
 

@@ -13,7 +13,7 @@ import torch
 
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.input_overlaps import named_tensors, watch_writes
-from graphs.capture.wrappers import variants_of, with_own_code
+from graphs.capture.inputs import variants_of, with_own_code
 from graphs.errors import CaptureError
 from graphs.torch_internals.compiling import (
     compile_once,

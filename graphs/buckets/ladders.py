@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from typing import SupportsIndex
 
-from graphs.buckets.axes import Axis, Bucket
-from graphs.buckets.space import BucketSpace
+from graphs.buckets.space import Axis, Bucket, BucketSpace
 
 __all__ = [
     "explicit",

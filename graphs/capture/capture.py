@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,26 +17,25 @@ from torch import Tensor
 from graphs.backends import BACKENDS
 from graphs.capture.contract import Backend, CaptureSpec, Job
 from graphs.capture.frozen import Frozen
-from graphs.capture.garbage import collection_paused
 from graphs.capture.input_overlaps import InputOverlaps
-from graphs.capture.inputs import Input, InputsCheck, InputSpec, check_inputs
+from graphs.capture.inputs import Input, InputsCheck, InputSpec, check_inputs, name_of
 from graphs.capture.memory import bytes_in_use
 from graphs.capture.settings import Settings
-from graphs.capture.wrappers import name_of
 from graphs.errors import CaptureError, InputMismatch, ModeMismatch, StaleGraph
-from graphs.watch.sentinel import note_capture
+from graphs.watch.compiles import note_capture
 
 __all__ = [
     "CapturedGraph",
     "available_backends",
     "capture",
+    "collection_paused",
     "median_seconds",
     "resolve",
     "spec_of",
 ]
 
 _LONG_ENOUGH = 0.1
-# Dynamo sees the inputs through the wrapper of wrappers.py, which names them by position.
+# Dynamo sees the inputs through `with_own_code`, which names them by position.
 _WRAPPED_INPUT = re.compile(r"(?:L\['inputs'\]|inputs)\[(\d+)\]")
 
 
@@ -196,7 +197,7 @@ def capture(
     Raises:
         CaptureError: unknown or unavailable backend, a graph break (with the user's line), a
             failing callable.
-        GraphBudgetExceeded: a strict :class:`~graphs.watch.sentinel.no_compile` is armed.
+        GraphBudgetExceeded: a strict :class:`~graphs.watch.compiles.no_compile` is armed.
         TypeError: the inputs are not a tuple or list, one of them is neither a tensor nor a plain
             constant, or the backend does not know an option. Nothing ran.
         ValueError: `warm_runs` is below 1.
@@ -287,3 +288,32 @@ def _wait_for(devices: set[torch.device]) -> None:
     for device in devices:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
+
+
+class _CollectionPaused:
+    """A context manager that any number of threads may enter; the last one to leave resumes.
+
+    A compile makes millions of objects that live until its end, and each collection would visit
+    them and all that torch has loaded.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._was_enabled:
+                gc.enable()
+
+
+collection_paused = _CollectionPaused()

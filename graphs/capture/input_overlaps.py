@@ -14,8 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from graphs.capture.inputs import Input, byte_range, has_memory, parameter_names, ranges_overlap
-from graphs.capture.wrappers import tensors_of
+from graphs.capture.inputs import (
+    Input,
+    byte_range,
+    has_memory,
+    parameter_names,
+    ranges_overlap,
+    tensors_of,
+)
 
 __all__ = ["InputOverlaps", "named_tensors", "watch_writes"]
 

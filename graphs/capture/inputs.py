@@ -1,4 +1,4 @@
-"""Inputs of a captured graph: descriptions, and fast checks that later ones match."""
+"""Inputs of a captured graph: descriptions, and fast checks that later ones match; its callable."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from graphs.capture.wrappers import tensors_of
 from graphs.torch_internals.checks import native_tensor_check
 
 __all__ = [
@@ -24,9 +24,13 @@ __all__ = [
     "check_inputs",
     "has_memory",
     "memory_shared_by",
+    "name_of",
     "overlaps",
     "parameter_names",
     "ranges_overlap",
+    "tensors_of",
+    "variants_of",
+    "with_own_code",
 ]
 
 Input: TypeAlias = Tensor | bool | int | float | str | None
@@ -239,3 +243,37 @@ def ranges_overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:
 
 def _short(value: object) -> str:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of another callable."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def variants_of(function: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
+    """Equivalent callables, the one to trace first, then simpler ones.
+
+    A callable offers them by a method ``capture_variants()``.
+    """
+    variants = getattr(function, "capture_variants", None)
+    return (function,) if variants is None else variants()
+
+
+def tensors_of(function: Callable[..., Any]) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by name; none of another callable."""
+    if not isinstance(function, nn.Module):
+        return []
+    return [*function.named_parameters(), *function.named_buffers()]
+
+
+def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap a function so that it shares no compile cache with any other.
+
+    Dynamo caches and counts compiles per code object.
+    """
+
+    def call(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    code = call.__code__.replace(co_name=name, co_qualname=name)
+    return FunctionType(code, call.__globals__, name, None, call.__closure__)

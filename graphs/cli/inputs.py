@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.buckets.axes import Bucket
+from graphs.buckets.space import Bucket
 from graphs.capture.inputs import Input
 from graphs.capture.memory import machine_bytes
 from graphs.cli.errors import UserError, users_code

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.capture.inputs import Input, InputsCheck, InputSpec
+from graphs.capture.inputs import Input, InputsCheck, InputSpec, tensors_of
 from graphs.capture.settings import Settings
-from graphs.capture.wrappers import tensors_of
 from graphs.cgroups import lines_of
 from graphs.files import short_digest
 from graphs.store.modules import version_of

@@ -22,7 +22,7 @@ __all__ = ["DIRECT_CALL", "cheap_calls", "direct_path"]
 
 
 def direct_path(function: Any, examples: Sequence[Input]) -> DirectCall | None:
-    """Return guards and code of a compiled function from `graphs.capture.wrappers.with_own_code`.
+    """Return guards and code of a compiled function from `graphs.capture.inputs.with_own_code`.
 
     Returns None if this torch stores its guards in another way, or if they accept inputs that are
     certainly wrong; the caller then goes through `torch.compile`.

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphs.torch_internals.features import Feature
-from graphs.torch_internals.patches import Patch, SharedPatch
+from graphs.torch_internals.features import Feature, Patch, SharedPatch
 
 __all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region", "refuse_effects"]
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from graphs.torch_internals.features import Feature
-from graphs.torch_internals.patches import Patch, SharedPatch
+from graphs.torch_internals.features import Feature, Patch, SharedPatch
 
 __all__ = ["TRUSTED_VECTORS", "trust_vectors"]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from graphs.buckets.axes import Bucket
+from graphs.buckets.space import Bucket
 from graphs.capture.capture import CapturedGraph, capture, median_seconds
 from graphs.capture.contract import CaptureSpec
 from graphs.capture.inputs import Input, NotInputs
 from graphs.errors import CaptureError, GraphBudgetExceeded
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketResult
-from graphs.warmup.shape_groups import ShapeGroups
+from graphs.warmup.schedule import ShapeGroups
 from graphs.watch.compiles import CompileWatch
 
 __all__ = ["Capturing"]

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from graphs.buckets.axes import Bucket
+from graphs.buckets.space import Bucket
 from graphs.errors import JournalError, parse_json, quoted
 from graphs.files import write_whole
 from graphs.warmup.report import BucketResult

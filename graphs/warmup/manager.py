@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from graphs.buckets.axes import Bucket
-from graphs.buckets.space import BucketSpace
+from graphs.buckets.space import Bucket, BucketSpace
 from graphs.capture.capture import CapturedGraph, spec_of
 from graphs.capture.contract import Backend, CaptureSpec
 from graphs.capture.inputs import Input, check_inputs
@@ -26,8 +25,7 @@ from graphs.errors import (
 from graphs.warmup.capturing import Capturing
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
-from graphs.warmup.schedule import Order, Schedule, Usage, in_order
-from graphs.warmup.shape_groups import ShapeGroups
+from graphs.warmup.schedule import Order, Schedule, ShapeGroups, Usage, in_order
 
 __all__ = ["WarmupManager"]
 

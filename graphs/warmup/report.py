@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from graphs.buckets.axes import Bucket
+from graphs.buckets.space import Bucket
 
 __all__ = ["BucketEvent", "BucketResult", "WarmupReport"]
 

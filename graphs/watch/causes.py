@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from graphs.capture.wrappers import with_own_code
+from graphs.capture.inputs import with_own_code
 from graphs.torch_internals.events import is_of_dynamo
 from graphs.watch.guards import meaning_of
 

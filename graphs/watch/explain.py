@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphs.capture.inputs import Input, parameter_names
-from graphs.capture.wrappers import name_of, with_own_code
+from graphs.capture.inputs import Input, name_of, parameter_names, with_own_code
 from graphs.torch_internals.tracing import break_reasons, trace, why_no_full_graph
 from graphs.watch.causes import reason_of, user_line, user_line_in
 from graphs.watch.guards import readable
@@ -139,7 +138,7 @@ def _guard_texts(guard: Any) -> Iterator[str]:
 
 
 def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
-    # Dynamo sees the callable and its inputs through the wrapper of graphs.capture.wrappers.
+    # Dynamo sees the callable and its inputs through the wrapper of graphs.capture.inputs.
     guard = guard.replace("L['function']", name)
     return _WRAPPED_INPUT.sub(lambda match: names[int(match[1])], guard)
 

@@ -13,9 +13,8 @@ from compiled_attn.planner.pick import PickOrder
 from compiled_attn.planner.simulator.engine import SimulatedEngine
 from compiled_attn.planner.simulator.kinds import StepKind
 from compiled_attn.planner.simulator.simulated_steps import SimulatedSteps
-from graphs.buckets.axes import Axis
 from graphs.buckets.ladders import explicit
-from graphs.buckets.space import BucketSpace
+from graphs.buckets.space import Axis, BucketSpace
 
 __all__ = ["EnginePart", "EnginePlan", "Limits", "Plans", "part_of_sizes"]
 

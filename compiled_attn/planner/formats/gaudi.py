@@ -19,9 +19,8 @@ from compiled_attn.planner import CostModel, by_size
 from compiled_attn.planner.formats.base import EnginePart, Limits, Plans
 from compiled_attn.planner.simulator.kinds import StepKind, decode, prefill
 from compiled_attn.planner.simulator.simulated_steps import SeparateSteps
-from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.ladders import explicit
-from graphs.buckets.space import BucketSpace
+from graphs.buckets.space import Axis, Bucket, BucketSpace
 
 __all__ = ["TESTED", "decode_ladder", "parts", "prompt_ladder", "spaced", "write"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from compiled_attn.planner import CostModel, Demand
 from compiled_attn.planner.simulator.engine import SimulatedEngine
 from compiled_attn.planner.simulator.simulated_steps import SeparateSteps, SimulatedSteps
-from graphs.buckets.axes import Axis
+from graphs.buckets.space import Axis
 
 __all__ = ["KINDS", "StepKind", "decode", "prefill", "step_kind", "within"]
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphs.torch_internals.features import Feature
-from graphs.torch_internals.patches import Patch, SharedPatch
+from graphs.torch_internals.features import Feature, Patch, SharedPatch
 from graphs.torch_internals.replay.calls import Replayer
 from graphs.torch_internals.replay.recorder import (
     NotReplayable,

@@ -11,7 +11,7 @@ import torch
 
 from compiled_attn.engine import Engine, SamplingParams
 from graphs import GraphBudgetExceeded
-from graphs.capture.wrappers import with_own_code
+from graphs.capture.inputs import with_own_code
 from tests.compiled_attn.engine.small import greedy, plain, small_engine
 from tests.compiled_attn.tiny import tiny_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphs import CaptureError, capture
-from graphs.capture.garbage import collection_paused
+from graphs.capture.capture import collection_paused
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture
-from graphs.capture.wrappers import with_own_code
+from graphs.capture.inputs import with_own_code
 from graphs.torch_internals import direct_call
 from graphs.torch_internals.direct_call import direct_path
 

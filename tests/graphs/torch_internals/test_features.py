@@ -15,8 +15,7 @@ import graphs
 from graphs import CaptureError, capture
 from graphs.torch_internals import regions, vectors
 from graphs.torch_internals.catalog import FEATURES
-from graphs.torch_internals.features import Feature, with_features
-from graphs.torch_internals.patches import Patch
+from graphs.torch_internals.features import Feature, Patch, with_features
 from graphs.torch_internals.regions import Region
 from graphs.torch_internals.replay import replay
 from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from graphs.torch_internals.patches import Patch, SharedPatch
+from graphs.torch_internals.features import Patch, SharedPatch
 
 
 class Owner:

@@ -19,7 +19,7 @@ from graphs import (
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.symbolic import SymbolicSizes
 from graphs.warmup import capturing
-from graphs.warmup.shape_groups import _varying_dims
+from graphs.warmup.schedule import _varying_dims
 
 AXES = ("tokens", "requests")
 SPACE = explicit(AXES, [(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphs import GraphBudgetExceeded, capture, no_compile
-from graphs.capture.wrappers import with_own_code
+from graphs.capture.inputs import with_own_code
 
 
 @pytest.fixture(autouse=True)
