@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphs.buckets.space import Bucket
     from graphs.watch.causes import CompileEvent
 
 __all__ = [
@@ -75,7 +74,7 @@ class GraphBudgetExceeded(RuntimeError):
 class BucketOverflow(ValueError):
     """No bucket holds a need; `need` and the `largest` bucket are attributes."""
 
-    def __init__(self, need: Mapping[str, int], largest: Bucket, remedy: str = "") -> None:
+    def __init__(self, need: Mapping[str, int], largest: Mapping[str, int], remedy: str = "") -> None:
         self.need = dict(need)
         self.largest = largest
         sizes = " ".join(f"{name}={size}" for name, size in need.items())

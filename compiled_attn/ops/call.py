@@ -48,7 +48,13 @@ class PagedCall(NamedTuple):
     def of(
         cls,
         query: Tensor,
-        *step: Any,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        scale: float,
+        *,
         causal: bool = True,
         key_scale: Tensor | None = None,
         value_scale: Tensor | None = None,
@@ -56,6 +62,7 @@ class PagedCall(NamedTuple):
         **scoring: Any,
     ) -> PagedCall:
         """Builds a call from the op's arguments; ``scoring``: those of `Scoring` but the scale."""
-        keys, values, table, lengths, starts, scale = step
-        options = Scoring(scale, **scoring), causal, key_scale, value_scale, new
-        return cls(query, keys, values, table, lengths, starts, *options)
+        return cls(
+            query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
+            Scoring(scale, **scoring), causal, key_scale, value_scale, new,
+        )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -101,6 +102,10 @@ class RankZeroFirst(Backend):
     def available(self) -> str | None:
         """See `Backend`."""
         return self._backend.available()
+
+    def warming_up(self) -> AbstractContextManager[object]:
+        """See `Backend`."""
+        return self._backend.warming_up()
 
     def capture(self, job: Job) -> Frozen:
         """Capture; the other ranks compile after rank 0."""

@@ -22,9 +22,12 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _BETWEEN_MARKERS = re.compile("(?=<)|(?<=>)")  # a malformed call loses what is fed with its end
 
 
-# A run of blanks is tried once, from its start: a search that tries each of them takes quadratic
-# time, and clients choose what a model writes.
-_BLANKS = r"(?<!\s)\s*"
+def _with_blanks(pattern: str) -> str:
+    # A run of blanks is tried once, from its start: `\s*` tries each of them, which takes quadratic
+    # time, and clients choose what a model writes.
+    return rf"(?:(?<!\s)\s++{pattern}|{pattern})"
+
+
 _VALUE = r"\s*+(?P<value>(?:(?!</parameter>)\S|\s++(?!</parameter>))*+)\s*"
 
 
@@ -39,20 +42,20 @@ def _qwen(ends: str, **tool_calls: Any) -> dict[str, Any]:
         tool_calls={"repeats": True, **tool_calls},
         # Blanks keep newlines between two end markers from opening an empty region of content,
         # whose end would replace the real one. The same holds before <tool_call>.
-        content={"close_pattern": rf"{_BLANKS}(?:{ends})", "content": "text"},
+        content={"close_pattern": _with_blanks(f"(?:{ends})"), "content": "text"},
     )
 
 
 _QWEN = _qwen(
     r"<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>",
-    open_pattern=rf"{_BLANKS}<tool_call>",
+    open_pattern=_with_blanks("<tool_call>"),
     close="</tool_call>",
     content="json",
     transform={"type": "function", "function": "{content}"},
 )
 _QWEN_3_5 = _qwen(
     r"<\|im_end\|>|<\|endoftext\|>",
-    open_pattern=rf"{_BLANKS}<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    open_pattern=_with_blanks(r"<tool_call>\s*<function=(?P<name>[^>\n]+)>"),
     close_pattern=r"</function>\s*</tool_call>",
     content="xml-inline",
     content_args={"tag_pattern": rf"<parameter=(?P<key>[^>\n]+)>{_VALUE}</parameter>"},

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["file_of", "has_file", "imports_in", "is_own", "loaded", "version_of"]
+__all__ = ["file_of", "has_file", "imports_in", "is_own", "loaded", "mentions", "version_of"]
 
 # Also matches imports in comments and strings, whose words rarely name a module.
 _GAP = rb"(?:[ \t]|\\\r?\n)*"
@@ -78,6 +78,13 @@ def is_own(name: str) -> bool:
         return False
     file = getattr(sys.modules[name], "__file__", None) if name in sys.modules else file_of(name)
     return file is not None and _is_source(str(file)) and not _is_installed(str(file))
+
+
+@functools.lru_cache(maxsize=1024)
+def mentions(module: str, name: str) -> bool:
+    """Whether the source file of a module contains a name; True if it has no file."""
+    file = file_of(module)
+    return file is None or name.encode() in file.read_bytes()
 
 
 def imports_in(text: bytes, package: str) -> Iterator[str]:

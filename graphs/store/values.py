@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.files import short_digest
-from graphs.store.modules import file_of, has_file, is_own
+from graphs.store.modules import has_file, is_own, mentions
 
 __all__ = ["Description", "code_of", "describe", "digest_of_globals", "modules_used_by"]
 
@@ -381,13 +380,7 @@ def _is_put_in(function: FunctionType, name: str, module: str) -> bool:
     home = str(function.__globals__.get("__name__", ""))
     if home.partition(".")[0] == module.partition(".")[0]:
         return False
-    return not has_file(home) or is_own(home) or _contains(module, name)
-
-
-@functools.lru_cache(maxsize=1024)
-def _contains(module: str, name: str) -> bool:
-    file = file_of(module)
-    return file is None or name.encode() in file.read_bytes()
+    return not has_file(home) or is_own(home) or mentions(module, name)
 
 
 def _names_of(code: CodeType) -> set[str]:

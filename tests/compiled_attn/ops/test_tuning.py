@@ -26,7 +26,7 @@ def test_weights_are_packed_where_that_was_faster(tmp_path, ratio, packs):
 
 
 @pytest.mark.parametrize(
-    ("packed", "bf16-widen", "expected"),
+    ("packed", "widened", "expected"),
     [(1.2, 1.5, "bf16-widen"), (1.5, 1.2, "packed"), (0.8, 1.1, "bf16-widen"), (0.7, 0.9, None)],
 )
 def test_float32_weights_exact_in_bf16_are_stored_so_where_that_is_fastest(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
 from torch import nn
 
 from graphs.store import graph_factors
-from graphs.store.factors import GlobalDigests
 from graphs.store.misses import differences
-from graphs.store.values import modules_used_by
+from graphs.store.sources import CodeDigests
 
 
 def factors(function, *inputs, dims=(), **options):
@@ -49,19 +48,16 @@ def test_nested_options_count_and_what_is_unknown_in_them_means_no_key(nest):
     assert factors(torch.relu, torch.ones(2), a=nest(object())) is None
 
 
-def test_globals_that_a_capture_changes_count_as_they_were_before_it(monkeypatch):
-    module = ModuleType("my_settings")
-    module.FACTOR, module.COUNT = 1, 0
+def test_globals_that_a_capture_changes_count_as_they_were_before_it(tmp_path, monkeypatch):
+    (tmp_path / "my_settings.py").write_text("FACTOR, COUNT = 1, 0\ndef f(x): return x * FACTOR")
+    spec = spec_from_file_location("my_settings", tmp_path / "my_settings.py")
+    module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "my_settings", module)
-    digests = GlobalDigests()
-
-    def read():
-        modules_used_by(module)  # as the look for sources does before
-        return digests.read(["my_settings"])
-
-    before = read()
+    spec.loader.exec_module(module)
+    digests = CodeDigests()
+    before = digests.read([module.f])
     for module.COUNT in (1, 2):  # as two captures do
         digests.ignore_changes()
-        assert read() == before
+        assert digests.read([module.f]) == before
     module.FACTOR = 2  # as the program does
-    assert read() != before
+    assert digests.read([module.f]) != before

@@ -3,7 +3,7 @@ from traceback import FrameSummary
 import pytest
 import torch
 
-from graphs.capture import wrappers
+from graphs.capture import inputs
 from graphs.watch.causes import (
     describe_failure,
     reason_of,
@@ -59,7 +59,7 @@ def test_a_graph_break_is_described_with_the_users_line():
 def test_the_users_line_is_the_innermost_that_is_not_torchs():
     wrapper, mine, deeper, theirs = (
         FrameSummary(file, line, "forward")
-        for line, file in enumerate([wrappers.__file__, "a.py", "b.py", torch.nn.__file__])
+        for line, file in enumerate([inputs.__file__, "a.py", "b.py", torch.nn.__file__])
     )
     assert user_line_in([wrapper, mine, deeper, theirs]) == ("b.py", 2)
     assert user_line_in([wrapper, theirs]) == (torch.nn.__file__, 3)
