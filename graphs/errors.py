@@ -74,7 +74,9 @@ class GraphBudgetExceeded(RuntimeError):
 class BucketOverflow(ValueError):
     """No bucket holds a need; `need` and the `largest` bucket are attributes."""
 
-    def __init__(self, need: Mapping[str, int], largest: Mapping[str, int], remedy: str = "") -> None:
+    def __init__(
+        self, need: Mapping[str, int], largest: Mapping[str, int], remedy: str = ""
+    ) -> None:
         self.need = dict(need)
         self.largest = largest
         sizes = " ".join(f"{name}={size}" for name, size in need.items())

@@ -237,7 +237,7 @@ class LocalExecutor:
         )
         return self.sizing.layout.plan(rows)
 
-    def _log_cut(self, uncut: dict[str, int], largest: Bucket | None) -> None:
+    def _log_cut(self, uncut: dict[str, int], largest: Mapping[str, int] | None) -> None:
         if not self._has_logged_cut:
             self._has_logged_cut = True
             _log.warning(
