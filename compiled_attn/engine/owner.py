@@ -8,20 +8,56 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from compiled_attn.engine.engine import Engine
+from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.handle import RequestHandle, wake
 from compiled_attn.engine.request_state import TokenEvent
+from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
+from graphs import WarmupReport
 
-__all__ = ["Owner"]
+__all__ = ["OwnedEngine", "Owner"]
 
 Seen = TypeVar("Seen")
 
 _REMEDY = "make another AsyncEngine"
+
+
+class OwnedEngine(Protocol):
+    """What an `Owner` needs of an engine."""
+
+    config: EngineConfig
+    warmup_report: WarmupReport | None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to compute or to return."""
+
+    def warmup(self, progress: Callable[..., None] | None = None) -> WarmupReport:
+        """Captures the graphs."""
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        salt: Salt = None,
+        arrived_s: float | None = None,
+    ) -> int:
+        """Queues a request and returns its id."""
+
+    def step(self) -> list[TokenEvent]:
+        """Computes one step and returns its tokens."""
+
+    def take_events(self) -> list[TokenEvent]:
+        """Removes and returns the events of a step that raised an exception."""
+
+    def abort(self, request_id: int) -> None:
+        """Drops a request; raises KeyError if it is not open."""
 
 
 class Owner:
@@ -32,7 +68,7 @@ class Owner:
     """
 
     def __init__(
-        self, engine: Engine, max_waiting: int, progress: Callable[..., None] | None
+        self, engine: OwnedEngine, max_waiting: int, progress: Callable[..., None] | None
     ) -> None:
         self._engine = engine
         self._max_waiting = max_waiting

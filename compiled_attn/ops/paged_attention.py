@@ -77,9 +77,15 @@ class NativeOps:
         out, lse = call_op(self._ops.paged_attention_, *args, **kwargs)
         return out, lse
 
-    def packed_linear(self, *layer: Tensor | None, **named: Tensor | None) -> Any:
+    def packed_linear(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Any:
         """See `packed_linear.reference`."""
-        return self._ops.packed_linear(*layer, **named)
+        return self._ops.packed_linear(input, weight, bias, scale)
 
     def packed_linears(
         self, input: Tensor, weights: _Tensors, biases: _Tensors = (), scales: _Tensors = ()
