@@ -122,5 +122,5 @@ def _usable() -> set[int]:
 
 
 def _asked_of_openmp() -> int:
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(wanted) if wanted.isdecimal() else 0
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(threads) if threads.isdecimal() else 0

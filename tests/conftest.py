@@ -70,7 +70,9 @@ def _torch_features_stay() -> Iterator[None]:
     yield
     if (features := sys.modules.get("graphs.torch_internals.features")) is not None:
         for feature in features.all_features():
-            feature.probe_again()
+            if feature._why_off:
+                feature._why_off = None
+                feature._resume()
 
 
 def _seed_all() -> None:

@@ -116,15 +116,15 @@ class LocalExecutor:
         self._replays: Replays | None = None
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
             return {}
-        joined = {"post_grad_custom_pre_pass": FuseLinears()} if self.module.packed else {}
+        fused = {"post_grad_custom_pre_pass": FuseLinears()} if self.module.packed else {}
         replayer = load().replayer()
         self._replays = Replays(replayer, verify=True) if replayer else None
         replayed = {"replays": self._replays}
         if self.kernel.name != "native" or not for_cpu():
             # Measured sizes are cached with the kernels; stored graphs need them at each start.
-            return {"options": for_cpu() | joined} | replayed
+            return {"options": for_cpu() | fused} | replayed
         self._onednn = onednn_sizes(model, tuning())
-        return {"options": for_cpu(self._onednn) | joined} | replayed
+        return {"options": for_cpu(self._onednn) | fused} | replayed
 
     def attach(self) -> None:
         """See `Executor.attach`."""

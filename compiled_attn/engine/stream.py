@@ -125,9 +125,9 @@ class Stream(Iterator[TokenEvent]):
         self._started_s = 0.0
         self._in_flight: set[int] = set()
         # The first continuation of a prompt computes it, and the others wait for that.
-        firsts = [each for each in requests if not each.name[1]]
-        self._queue = deque(sorted(firsts, key=_due_s))
-        self._later = {first.name[0]: deque[PlannedRequest]() for first in firsts}
+        first_choices = [each for each in requests if not each.name[1]]
+        self._queue = deque(sorted(first_choices, key=_due_s))
+        self._later = {first.name[0]: deque[PlannedRequest]() for first in first_choices}
         for each in requests:
             if each.name[1]:
                 self._later[each.name[0]].append(each)

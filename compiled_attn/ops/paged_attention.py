@@ -83,29 +83,34 @@ class NativeOps:
         weight: Tensor,
         bias: Tensor | None = None,
         scale: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor:
         """See `packed_linear.reference`."""
-        return self._ops.packed_linear(input, weight, bias, scale)
+        result: Tensor = self._ops.packed_linear(input, weight, bias, scale)
+        return result
 
     def packed_linears(
         self, input: Tensor, weights: _Tensors, biases: _Tensors = (), scales: _Tensors = ()
-    ) -> Any:
+    ) -> list[Tensor]:
         """See `packed_linear.reference_all`."""
-        return self._ops.packed_linears(input, weights, biases, scales)
+        results: list[Tensor] = self._ops.packed_linears(input, weights, biases, scales)
+        return results
 
     def packed_swiglu(
         self, input: Tensor, weights: _Tensors, biases: _Tensors = (), scales: _Tensors = ()
-    ) -> Any:
+    ) -> Tensor:
         """See `packed_linear.reference_swiglu`."""
-        return self._ops.packed_swiglu(input, weights, biases, scales)
+        result: Tensor = self._ops.packed_swiglu(input, weights, biases, scales)
+        return result
 
-    def packed_rows(self, weight: Tensor, ids: Tensor) -> Any:
+    def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """See `packed_linear.rows`; ids ``[n]`` out of range are errors."""
-        return self._ops.packed_rows(weight, ids)
+        result: Tensor = self._ops.packed_rows(weight, ids)
+        return result
 
-    def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Any:
+    def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
         """See `sampling.reference`; native results may be `sampling.UNDECIDED`."""
-        return self._ops.sample_tokens(logits, *settings)
+        result: Tensor = self._ops.sample_tokens(logits, *settings)
+        return result
 
     @property
     def _ops(self) -> Any:

@@ -225,10 +225,10 @@ class CompletionEndpoint(_ChoicesEndpoint[CompletionRequest]):
 
 def usage_of(results: Sequence[GenerationResult], choices: int) -> CompletionUsage:
     """Adds up the usage of ``choices`` answers to each prompt, which counts once."""
-    firsts = results[::choices]
-    prompt = sum(len(result.prompt) for result in firsts)
+    first_choices = results[::choices]
+    prompt = sum(len(result.prompt) for result in first_choices)
     own = sum(len(result.tokens) for result in results)
-    cached = sum(result.cached_tokens for result in firsts)
+    cached = sum(result.cached_tokens for result in first_choices)
     return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=own,

@@ -190,7 +190,7 @@ class Endpoint(ABC, Generic[RequestT]):
 
         A write costs about as much however many tokens it has. Requests that wait write nothing.
         """
-        running = len(self._model.llm.engine.scheduler.running)
+        running = self._model.running_requests
         return min(running * _PAUSE_OF_REQUEST_S, _LONGEST_PAUSE_S)
 
     def _limited(

@@ -76,6 +76,11 @@ class ServedModel:
             self._engine.stop()
 
     @property
+    def running_requests(self) -> int:
+        """Requests in the engine that make tokens, at this moment."""
+        return len(self.llm.engine.scheduler.running)
+
+    @property
     def stage(self) -> str:
         """Such as ``ready``, ``warming up, 5 of 9 graphs`` or ``draining, 2 requests open``."""
         if self._engine is None:

@@ -55,11 +55,19 @@ class BatchBuilder:
         return self.plan(requests).fill(bucket)
 
     def plan(self, requests: Sequence[Request]) -> StepPlan:
-        """Plans the step in parts: its ``need`` picks the bucket that ``fill`` pads it to."""
+        """Plans the step in parts: its ``need`` picks the bucket that ``fill`` pads it to.
+
+        Raises:
+            ValueError: see `build`.
+        """
         return self._parts.plan(self.rows_of(requests))
 
     def plan_tables(self, requests: Sequence[Request]) -> TablePlan:
-        """Plans the step in tables, for the op: its need is tokens and requests."""
+        """Plans the step in tables, for the op: its need is tokens and requests.
+
+        Raises:
+            ValueError: see `build`.
+        """
         return self._tables.plan(self.rows_of(requests))
 
     def plan_rows(

@@ -40,14 +40,14 @@ def picture(page: str) -> str:
     size = f'width="{WIDTH}" height="{y + 16:g}"'
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     font = 'font-family="system-ui, sans-serif"'
-    drawn = [
+    charts = [
         f'<svg {spaces} viewBox="0 0 {WIDTH} {y + 16:g}" {size} {font}>',
         f'<rect {size} fill="var(--surface)"/>',
         *parts,
         "</svg>\n",
     ]
     light = dict(re.findall(r"--(\w+): (#\w+)", page.partition("@media")[0]))
-    return re.sub(r"var\(--(\w+)\)", lambda name: light[name[1]], "\n".join(drawn))
+    return re.sub(r"var\(--(\w+)\)", lambda name: light[name[1]], "\n".join(charts))
 
 
 def text(x: float, y: float, words: str, size: int, colour: str = "text") -> str:

@@ -51,7 +51,8 @@ class HpuBackend(Backend):
         """Run `warm_runs` times; the first run records or compiles."""
         mode = job.options["mode"]
         if mode == "auto":
-            mode = "lazy" if _is_lazy() else "eager"
+            is_lazy = importlib.import_module(f"{_BRIDGE}.torch.utils.internal").is_lazy()
+            mode = "lazy" if is_lazy else "eager"
         written_since = watch_writes(
             (name, tensor)
             for name, tensor in named_tensors(job.function, job.examples)
@@ -106,7 +107,3 @@ class _Own(nn.Module):
 
 def _bridge() -> Any:
     return importlib.import_module(f"{_BRIDGE}.torch")
-
-
-def _is_lazy() -> bool:
-    return bool(importlib.import_module(f"{_BRIDGE}.torch.utils.internal").is_lazy())

@@ -53,7 +53,9 @@ class OneDnnLinear(CustomGraphPass):
         """Rewrites the graph in place."""
         for node in list(graph.nodes):
             matched = _linear_arguments(node)
-            if matched is None or not self._takes(matched[1]):
+            if matched is None:
+                continue
+            if self._sizes is not None and tuple(matched[1].meta["val"].shape) not in self._sizes:
                 continue
             with graph.inserting_before(node):
                 linear = graph.call_function(torch.ops.graphs.onednn_linear.default, matched)
@@ -65,9 +67,6 @@ class OneDnnLinear(CustomGraphPass):
     def uuid(self) -> Any:
         """Identity of the pass in inductor's cache: its source and the sizes."""
         return get_hash_for_files((__file__,), str(self._sizes))
-
-    def _takes(self, weight: Node) -> bool:
-        return self._sizes is None or tuple(weight.meta["val"].shape) in self._sizes
 
 
 def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:

@@ -14,12 +14,7 @@ from typing import SupportsIndex
 
 from graphs.buckets.space import Axis, Bucket, BucketSpace
 
-__all__ = [
-    "explicit",
-    "exponential",
-    "linear",
-    "padding_aware",
-]
+__all__ = ["explicit", "exponential", "linear", "padding_aware"]
 
 
 def linear(**axes: tuple[int, int, int]) -> BucketSpace:
@@ -86,19 +81,13 @@ def explicit(
     Raises:
         ValueError: no axis, no bucket, a wrong number of sizes, or a negative one.
     """
-    return BucketSpace(axes, map(_as_sizes, sizes))
-
-
-def _as_sizes(
-    item: Bucket | Mapping[str, int] | Sequence[int] | SupportsIndex,
-) -> Mapping[str, int] | Sequence[int]:
-    return (index(item),) if isinstance(item, SupportsIndex) else item
+    return BucketSpace(
+        axes, ((index(each),) if isinstance(each, SupportsIndex) else each for each in sizes)
+    )
 
 
 def _ladders(
-    axes: Mapping[str, tuple[int, ...]],
-    form: str,
-    sizes_of: Callable[..., set[int]],
+    axes: Mapping[str, tuple[int, ...]], form: str, sizes_of: Callable[..., set[int]]
 ) -> BucketSpace:
     if not axes:
         raise ValueError(f"no axis given; expected one keyword per axis, name={form}")

@@ -86,7 +86,8 @@ class CapturedGraph:
         self._overlaps = overlaps
         self._holds = _holds_of(frozen, inputs, settings)
         if overlaps is not None:
-            self._holds = _both(self._holds, overlaps.hold)
+            fits, apart = self._holds, overlaps.hold
+            self._holds = lambda values: fits(values) and apart(values)
         self._call = frozen.direct.run if frozen.direct else frozen.run
 
     def run(self, *inputs: Input) -> Any:
@@ -163,12 +164,6 @@ def _holds_of(
     return lambda values: (
         holds(values) and not any(spec.mismatch(values[index]) for index, spec in rest)
     )
-
-
-def _both(
-    first: Callable[[tuple[Input, ...]], bool], second: Callable[[tuple[Input, ...]], bool]
-) -> Callable[[tuple[Input, ...]], bool]:
-    return lambda values: first(values) and second(values)
 
 
 def capture(

@@ -23,10 +23,7 @@ def explain(
     ] = None,
     inputs: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Without --input: the function that makes the inputs.",
-        ),
+        typer.Option(metavar="NAME", help="Without --input: the function that makes the inputs."),
     ] = "example_inputs",
     bucket: Annotated[
         str | None,

@@ -73,7 +73,10 @@ def _import(source: str) -> ModuleType:
         raise UserError(f"no such file: {source}")
     with users_code(f"importing {source}"):
         try:
-            return _import_file(Path(source)) if is_file else _import_name(source)
+            if is_file:
+                return _import_file(Path(source))
+            _look_in(Path.cwd())
+            return importlib.import_module(source)
         except ModuleNotFoundError as error:
             if error.name and not is_file and source.split(".")[0] == error.name.split(".")[0]:
                 raise UserError(
@@ -81,11 +84,6 @@ def _import(source: str) -> ModuleType:
                     "file"
                 ) from error
             raise
-
-
-def _import_name(name: str) -> ModuleType:
-    _look_in(Path.cwd())
-    return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -36,8 +36,7 @@ def warmup(
         Path, typer.Option(metavar="FILE", help="Bucket file: the shapes to capture.")
     ],
     inputs: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="The function that makes the inputs of a bucket."),
+        str, typer.Option(metavar="NAME", help="The function that makes the inputs of a bucket.")
     ] = "example_inputs",
     backend: Annotated[str, typer.Option(help="How to capture.")] = "inductor",
     order: Annotated[

@@ -209,10 +209,8 @@ def _drawing(inches: float, x: str = "linear", y: str = "linear") -> tuple[Figur
     figure = Figure((9, inches), layout="constrained")
     axes = figure.subplots()
     scales = {"sizes": ("symlog", {"base": 2, "linthresh": 1})}
-    for axis, set_scale, kind in (
-        (axes.xaxis, axes.set_xscale, x),
-        (axes.yaxis, axes.set_yscale, y),
-    ):
+    both = (axes.xaxis, axes.set_xscale, x), (axes.yaxis, axes.set_yscale, y)
+    for axis, set_scale, kind in both:
         name, options = scales.get(kind, (kind, {}))
         set_scale(name, **options)
         axis.set_major_formatter(FuncFormatter(lambda value, _: number(round(value, 9))))

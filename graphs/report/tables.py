@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Table", "facts", "number", "tables"]
 
-_DRAWN_ONLY = ("series",)
+_CHARTS = ("series",)
 
 
 class Cell(NamedTuple):
@@ -38,7 +38,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, Cell]]:
 def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """A table for each mapping and each list; a list of mappings has a column per key."""
     for name, value in report.items():
-        if name in _DRAWN_ONLY or not value:
+        if name in _CHARTS or not value:
             continue
         if isinstance(value, Mapping):
             pairs = ((_words(key), item) for key, item in value.items())

@@ -19,13 +19,7 @@ from graphs.store.factors import key_of
 from graphs.store.lock import Lock
 from graphs.store.safety import digests_of_own, refuse_others
 
-__all__ = [
-    "Entry",
-    "Label",
-    "new_entry",
-    "sweep_unfinished",
-    "write_manifest",
-]
+__all__ = ["Entry", "Label", "new_entry", "sweep_unfinished", "write_manifest"]
 
 _FORM = "graphs store entry"
 _MANIFEST = "manifest.json"

@@ -132,11 +132,11 @@ def _any_size(spec: InputSpec, dims: Sequence[int]) -> InputSpec:
 @functools.lru_cache(maxsize=1)
 def _cpu() -> str:
     # `-march=native` depends on these.
-    wanted = ("model name", "flags", "Features", "CPU part")
+    names = ("model name", "flags", "Features", "CPU part")
     lines: dict[str, str] = {}
     for line in lines_of(Path("/proc/cpuinfo")):
         name, _, value = line.partition(":")
-        if name.strip() in wanted:
+        if name.strip() in names:
             lines.setdefault(name.strip(), value.strip())
     if not lines:
         lines["processor"] = platform.processor()

@@ -37,8 +37,8 @@ def file_of(name: str) -> Path | None:
         spec = _spec_of(name)
         return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
     folders = [Path(folder, last) for folder in _folders_of(package)]
-    places = (place for each in folders for place in (each / "__init__.py", Path(f"{each}.py")))
-    return next((place for place in places if place.is_file()), None)
+    files = (file for each in folders for file in (each / "__init__.py", Path(f"{each}.py")))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _folders_of(package: str) -> list[str]:

@@ -128,7 +128,9 @@ def _globals_of(module: ModuleType) -> _Globals:
     known, objects = _known.get(module), _objects_in(module)
     if known and len(known.objects) == len(objects) and all(map(is_, known.objects, objects)):
         return known
-    used = _names_used_in(module) if module.__name__ == "__main__" else None
+    used: set[str] | None = None
+    if module.__name__ == "__main__":
+        used = set().union(*(_names_of(each.__code__) for each in _functions_of(module)))
     describer = _Describer(with_packages=False)
     changing: list[tuple[str, Any]] = []
     modules: set[str] = set()
@@ -196,10 +198,6 @@ def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
                 yield each
 
 
-def _names_used_in(module: ModuleType) -> set[str]:
-    return set[str]().union(*(_names_of(each.__code__) for each in _functions_of(module)))
-
-
 class _Seen(NamedTuple):
     value: Any  # so that its id stays unique
     path: str
@@ -240,7 +238,8 @@ class _Describer:
         if isinstance(value, (set, frozenset)):
             self._add_members(value, f"{path}.member", depth - 1)
         for name, part in _parts(value, self._with_packages):
-            if not _is_of_process(name, part):
+            is_plain = isinstance(part, (bool, str, FunctionType))
+            if is_plain or not f"_{name}".endswith(_PER_PROCESS):
                 self.add(part, f"{path}.{name}", _MAX_DEPTH if _nests(part) else depth - 1)
 
     def _add_members(self, members: Any, path: str, depth: int) -> None:
@@ -257,10 +256,6 @@ def _nests(value: Any) -> bool:
     """Whether it may be nested without limit: modules, and code that has no file."""
     is_code = isinstance(value, (FunctionType, type)) and not has_file(str(value.__module__))
     return is_code or isinstance(value, nn.Module)
-
-
-def _is_of_process(name: str, value: Any) -> bool:
-    return f"_{name}".endswith(_PER_PROCESS) and not isinstance(value, (bool, str, FunctionType))
 
 
 def _name_of(value: Any) -> str:

@@ -34,9 +34,7 @@ def can_store() -> bool:
 def build_package(program: Any, path: Path, options: Mapping[str, Any] | None) -> None:
     """Compile an exported program into an AOTInductor package."""
     torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(path),
-        inductor_configs=dict(options) if options else None,
+        program, package_path=str(path), inductor_configs=dict(options) if options else None
     )
 
 
@@ -166,11 +164,11 @@ class ArtifactCompiler:
         leaves, spec = pytree.tree_flatten(result)
         if self._is_symbolic and any(_may_be_of_a_size(leaf, examples) for leaf in leaves):
             raise ValueError("it returns numbers that may depend on a size: return tensors alone")
-        places = known | {id(tensor): ["made", i] for i, tensor in enumerate(self._outputs)}
+        sources = known | {id(tensor): ["made", i] for i, tensor in enumerate(self._outputs)}
         return {
             "takes": takes,
             "guards": self._guards(takes),
-            "leaves": [places.get(id(leaf)) or ["constant", constant_of(leaf)] for leaf in leaves],
+            "leaves": [sources.get(id(leaf)) or ["constant", constant_of(leaf)] for leaf in leaves],
             "spec": pytree.treespec_dumps(spec),
             "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
             "state": state.layout(),

@@ -11,14 +11,7 @@ from graphs.torch_internals.vectors import TRUSTED_VECTORS
 
 __all__ = ["FEATURES", "features_line", "torch_features"]
 
-FEATURES = (
-    DIRECT_CALL,
-    NATIVE_CHECKS,
-    REGIONS,
-    REGION_REUSE,
-    REPLAY,
-    TRUSTED_VECTORS,
-)
+FEATURES = (DIRECT_CALL, NATIVE_CHECKS, REGIONS, REGION_REUSE, REPLAY, TRUSTED_VECTORS)
 
 
 def torch_features() -> tuple[FeatureState, ...]:

@@ -32,10 +32,7 @@ class CompileHooks:
     """
 
     def __init__(
-        self,
-        started: Callable[[str], None],
-        ended: Callable[[], None],
-        refused: Callable[[], None],
+        self, started: Callable[[str], None], ended: Callable[[], None], refused: Callable[[], None]
     ) -> None:
         self._started = lambda args: started(args.callback_trigger.name)
         self._ended = lambda _: ended()

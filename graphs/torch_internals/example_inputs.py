@@ -30,8 +30,8 @@ def separate_storages(inputs: Sequence[Input]) -> list[Input]:
     storages = Counter(_storage(value) for value in inputs if isinstance(value, Tensor))
     parts = [v for v in inputs if isinstance(v, Tensor) and storages[_storage(v)] > 1]
     pairs = [pair for pair in combinations(parts, 2) if overlaps(*pair)]
-    kept = {id(each) for pair in pairs for each in pair}
-    own = {id(each): _own(each) for each in parts if id(each) not in kept}
+    shared = {id(each) for pair in pairs for each in pair}
+    own = {id(each): _own(each) for each in parts if id(each) not in shared}
     return [own.get(id(value), value) for value in inputs]
 
 

@@ -102,25 +102,12 @@ class Feature:
             self.suspend()
         _log.warning("torch feature %s is switched off: %s. %s", self.name, reason, self.fallback)
 
-    def probe_again(self) -> None:
-        """Switch it on again, if its probe agrees."""
-        with _changing:
-            if self._why_off:
-                self._why_off = None
-                self._resume()
-
     @property
     def state(self) -> FeatureState:
         """Its state in this process."""
         why_off = self.why_off
         return FeatureState(
-            self.name,
-            not why_off,
-            why_off,
-            self.gain,
-            self.benchmark,
-            self.fallback,
-            self.versions,
+            self.name, not why_off, why_off, self.gain, self.benchmark, self.fallback, self.versions
         )
 
     def is_in(self, error: BaseException) -> bool:
@@ -172,8 +159,8 @@ def with_features(make: Callable[[], T], *, keep_all: bool = False) -> T:
     except Exception as error:
         used = [feature for feature in all_features() if feature.is_on]
         found = [feature for feature in used if feature.is_in(error)]
-        suspects = [each for each in ((found,) if keep_all else (found, used)) if each]
-        for without in ([], *suspects) if suspects else ():
+        blamed = [each for each in ((found,) if keep_all else (found, used)) if each]
+        for without in ([], *blamed) if blamed else ():
             with suppress(Exception), _suspended(without):
                 result = make()
                 for feature in without:

@@ -64,7 +64,7 @@ class Capturing:
         failed = self.journal.previously_failed if self.journal else []
         return sorted(buckets, key=failed.__contains__)
 
-    def attempt(
+    def try_capture(
         self, bucket: Bucket, elapsed: float, bytes: int
     ) -> tuple[CapturedGraph | None, BucketResult]:
         """Capture and time a bucket, unless a budget is spent; an error becomes its result.
@@ -82,7 +82,7 @@ class Capturing:
             return None, BucketResult(bucket, "skipped", error=reason, name=self.spec.name)
         if self.journal:
             self.journal.start(bucket)
-        graph, result = self._attempt(bucket)
+        graph, result = self._try_capture(bucket)
         if self.journal:
             self.journal.done(result)
         return graph, result
@@ -91,7 +91,7 @@ class Capturing:
         """Capture a bucket, whatever the budgets."""
         return self._capture(bucket)[0]
 
-    def _attempt(self, bucket: Bucket) -> tuple[CapturedGraph | None, BucketResult]:
+    def _try_capture(self, bucket: Bucket) -> tuple[CapturedGraph | None, BucketResult]:
         with CompileWatch(all_threads=False) as watch:
             start, graph = time.perf_counter(), None
             try:

@@ -59,9 +59,7 @@ class Journal:
     @property
     def seconds(self) -> Mapping[Bucket, float]:
         """Seconds of each captured bucket."""
-        return {
-            b: seconds for b, (status, seconds) in self._entries.items() if status == "captured"
-        }
+        return {b: s for b, (status, s) in self._entries.items() if status == "captured"}
 
     def start(self, bucket: Bucket) -> None:
         """Record the start of a capture."""

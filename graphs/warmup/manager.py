@@ -120,13 +120,7 @@ class WarmupManager:
 
         groups = ShapeGroups(self.name, spec.symbolic, buckets, checked_inputs)
         self._capturing = Capturing(
-            spec,
-            module,
-            checked_inputs,
-            groups,
-            budget_seconds,
-            budget_bytes,
-            timed_runs,
+            spec, module, checked_inputs, groups, budget_seconds, budget_bytes, timed_runs
         )
         if journal is not None:  # the file is touched only after everything else is valid
             self._capturing.journal = Journal(journal, self.name, spec.backend.name, buckets.names)
@@ -196,7 +190,7 @@ class WarmupManager:
     def _do(self, index: int, bucket: Bucket, schedule: Schedule, notify: Progress) -> None:
         notify(schedule.event(bucket, index, "started", name=self.name))
         size = sum(graph.bytes for graph in self._graphs.values())
-        graph, result = self._capturing.attempt(bucket, schedule.elapsed(), size)
+        graph, result = self._capturing.try_capture(bucket, schedule.elapsed(), size)
         if graph is not None:
             self._graphs[bucket] = graph
         self._results[bucket] = result

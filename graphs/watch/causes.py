@@ -59,12 +59,9 @@ Kind: TypeAlias = Literal[
 
 _REMEDIES: dict[Kind, str] = {
     "compile": "call it once in the warmup, or capture it with graphs.capture",
-    "recompile": "capture this case in the warmup",
-    "refused recompile": "capture this case in the warmup",
     "backward": "run its backward in the warmup too, or serve under torch.no_grad()",
     "recording": "run this case twice in the warmup, where its graph is recorded",
     "build": "build it before serving, by running it once in the warmup",
-    "capture": "capture this case in the warmup",
 }
 
 
@@ -104,7 +101,7 @@ def event_at(kind: Kind, site: CompileSite | None) -> CompileEvent:
     # The wrapper of a captured graph has the name of the graph, but its file says nothing.
     is_wrapper = site.file == with_own_code.__code__.co_filename
     file, line = ("", 0) if is_wrapper else (site.file, site.line)
-    remedy = site.remedy or _REMEDIES[kind]
+    remedy = site.remedy or _REMEDIES.get(kind, "capture this case in the warmup")
     return CompileEvent(kind, site.function, file, line, site.reason, threading.get_ident(), remedy)
 
 

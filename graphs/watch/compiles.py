@@ -58,10 +58,7 @@ class CompileWatch:
     """
 
     def __init__(
-        self,
-        on_event: Callable[[CompileEvent], None] | None = None,
-        *,
-        all_threads: bool = True,
+        self, on_event: Callable[[CompileEvent], None] | None = None, *, all_threads: bool = True
     ) -> None:
         self.graphs = 0
         self.graph_breaks = 0

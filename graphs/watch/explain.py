@@ -121,8 +121,10 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
     before = len(break_reasons())
     trace(with_own_code(callable, name), inputs, record, record_guards)
     breaks = [_as_break(reason) for reason in break_reasons()[before:]]
-    if not graphs and not breaks:
-        breaks = _why_no_graph(callable, name, inputs)
+    # Where Dynamo skips a whole function, only fullgraph=True gives the reason.
+    is_skipped = not graphs and not breaks
+    if is_skipped and (error := why_no_full_graph(with_own_code(callable, name), inputs)):
+        breaks = [Break(reason_of(error), *user_line(error))]
     return BreakReport(name, tuple(graphs), tuple(dict.fromkeys(breaks)), tuple(sorted(guards)))
 
 
@@ -146,11 +148,3 @@ def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
 def _as_break(reason: Any) -> Break:
     text = str(reason.reason).strip().split("\n")[0]
     return Break(text, *user_line_in(reason.user_stack))
-
-
-def _why_no_graph(
-    function: Callable[..., Any], name: str, inputs: tuple[Input, ...]
-) -> list[Break]:
-    # Where Dynamo skips a whole function, only fullgraph=True gives the reason.
-    error = why_no_full_graph(with_own_code(function, name), inputs)
-    return [] if error is None else [Break(reason_of(error), *user_line(error))]

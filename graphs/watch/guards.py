@@ -38,6 +38,10 @@ _TENSOR = {
     "stride": "lay it out as in the warmup (.contiguous()), or warm up with this layout too",
     "requires_grad": "detach it, or warm up with requires_grad as it serves",
 }
+_MODES = Meaning(
+    "a torch function mode was entered or left, such as `with torch.device(...)`",
+    "warm up and serve inside the same ones",
+)
 _TYPE = re.compile(r"^___check_type_id\((.+), \d+\), type=<class '(.+)'>$")
 _OBJECT = re.compile(r"^___check_obj_id\((.+?), \d+\)")
 _INFERENCE = frozenset({"ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradMeta"})
@@ -106,13 +110,6 @@ def _contains(match: re.Match[str]) -> Meaning:
     return Meaning(f"whether {match[1]} is in {_plain(match[2])} has changed", _AS_BEFORE)
 
 
-def _modes(_: re.Match[str]) -> Meaning:
-    return Meaning(
-        "a torch function mode was entered or left, such as `with torch.device(...)`",
-        "warm up and serve inside the same ones",
-    )
-
-
 def _value(match: re.Match[str]) -> Meaning:
     name = _plain(match[1])
     words = f"{name} is no longer {match[2]}"
@@ -145,7 +142,7 @@ _TABLE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Meaning]], ...] =
             _tensor,
         ),
         (r"^expected type of '(.+)' to be .* found <class '(.+)>", _kind),
-        (r"^___check_torch_function_mode_stack", _modes),
+        (r"^___check_torch_function_mode_stack", lambda _: _MODES),
         (r"^___check_(obj|type)_id\((.+?), \d+\)", _identity),
         (r"^(?:not )?___dict_contains\((.+?), (.+)\)", _contains),
         (r"^(.+?) (?:==|is) ([^=]+)$", _value),

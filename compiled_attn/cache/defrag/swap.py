@@ -185,16 +185,29 @@ class BlockSwap(nn.Module):
             self._moves.run(part)
 
     def take(self, blocks: Sequence[int] | NDArray[np.integer]) -> list[Tensor]:
-        """Returns a copy of ``blocks``, ``[N, words]`` for each tensor of the cache."""
+        """Returns a copy of ``blocks``, ``[N, words]`` for each tensor of the cache.
+
+        Raises:
+            ValueError, TypeError: a block is out of range.
+            RuntimeError: not warmed up, closed, or the cache was moved.
+        """
         self._check_ready()
         at = self._index(blocks)
         return [read.index_select(0, at) for _, read in self._memory()]
 
     def put(self, blocks: Sequence[int] | NDArray[np.integer], contents: Sequence[Tensor]) -> None:
-        """Writes the result of :meth:`take` to as many blocks; may be repeated."""
+        """Writes the result of :meth:`take` to as many blocks; may be repeated.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :meth:`take`; `contents` has other shapes.
+        """
         self._check_ready()
         at = self._index(blocks)
-        for (rows, _), content in zip(self._memory(), contents, strict=True):
+        memory = [rows for rows, _ in self._memory()]
+        expected = [(len(at), *rows.shape[1:]) for rows in memory]
+        if (got := [tuple(each.shape) for each in contents]) != expected:
+            raise ValueError(f"expected contents as of take(), {expected}, got {got}")
+        for rows, content in zip(memory, contents, strict=True):
             rows.index_copy_(0, at, content)
 
     def close(self) -> None:

@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
             raise NotReplayable(self._why_not)
         of_outputs = [self._allocation_of(tensor) for tensor in returned]
         storages = {made: n for n, made in enumerate(dict.fromkeys(of_outputs))}
-        used = dict.fromkeys(of for _, places in self._calls for of, _ in places)
+        used = dict.fromkeys(of for _, origins in self._calls for of, _ in origins)
         inputs = sorted(of for of in used if isinstance(of, int))
         intermediates = {of for of in used if isinstance(of, Allocation) and of not in storages}
         arena_bytes = assign_offsets(intermediates)
@@ -190,10 +190,10 @@ class Recorder(TorchDispatchMode):
         bases |= {of: len(inputs) + 1 + n for of, n in storages.items()}
         words: list[int] = []
         addresses: list[tuple[int, int, int]] = []
-        for call, places in self._calls:
+        for call, origins in self._calls:
             begin = len(words) + 1
             words += [len(call.words) + 1, *call.words]
-            for index, (of, offset) in zip(call.addresses, places, strict=True):
+            for index, (of, offset) in zip(call.addresses, origins, strict=True):
                 offset += of.offset if isinstance(of, Allocation) else 0
                 addresses.append((begin + index, bases[of], offset))
         at, base, offsets = ([each[i] for each in addresses] for i in range(3))
@@ -260,17 +260,17 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, call: Call) -> None:
         self._forget_freed()
-        places = []
+        origins = []
         for index in call.addresses:
             found = self._find(call.words[index])
             if found is None:
                 return self._refuse(
                     "a call takes memory that was not made here, and is not in one input alone"
                 )
-            places.append(found)
+            origins.append(found)
             if isinstance(found[0], Allocation):
                 found[0].end = len(self._calls) + 1
-        self._calls.append((call, places))
+        self._calls.append((call, origins))
         return None
 
     def _forget_freed(self) -> None:

@@ -18,12 +18,7 @@ from torch import Tensor
 
 from graphs.torch_internals.features import Feature, Patch, SharedPatch
 from graphs.torch_internals.replay.calls import Replayer
-from graphs.torch_internals.replay.recorder import (
-    NotReplayable,
-    Recorder,
-    Recording,
-    watch_calls,
-)
+from graphs.torch_internals.replay.recorder import NotReplayable, Recorder, Recording, watch_calls
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
 
@@ -239,10 +234,10 @@ REPLAY = Feature(
 )
 
 
-def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[index] for index in indices)
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:

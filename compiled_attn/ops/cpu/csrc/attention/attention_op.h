@@ -33,8 +33,8 @@ inline Pages pages_of(const Tensor& cache) {
 
 inline Pages pages_of(const OptionalTensor& scale) { return scale ? pages_of(*scale) : Pages{}; }
 
-inline void check_cache(const char* name, const Tensor& cache, ScalarType wanted) {
-  check_dtype(name, cache, wanted);
+inline void check_cache(const char* name, const Tensor& cache, ScalarType expected) {
+  check_dtype(name, cache, expected);
   check_rows(name, cache);
 }
 
@@ -87,10 +87,10 @@ inline PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_ca
          "convert it with .to()");
   }
   bool quantised = cache_dtype && is_quantised(*cache_dtype);
-  ScalarType wanted = quantised ? key_cache.scalar_type() : query.scalar_type();
+  ScalarType expected = quantised ? key_cache.scalar_type() : query.scalar_type();
   check_rows("query", query);
-  check_cache("key_cache", key_cache, wanted);
-  check_cache("value_cache", value_cache, wanted);
+  check_cache("key_cache", key_cache, expected);
+  check_cache("value_cache", value_cache, expected);
   check_scale("key_scale", options.key_scale, key_cache, quantised);
   check_scale("value_scale", options.value_scale, value_cache, quantised);
   check_shape("block_table", block_table, {kAny, kAny});

@@ -95,12 +95,12 @@ class RowMaxima {
     return at * kLanes + lane;
   }
 
-  // Estimates the `wanted`-th largest logit from one chunk of each group; the lowest float if a row
+  // Estimates the `k`-th largest logit from one chunk of each group; the lowest float if a row
   // has few groups.
-  float estimate_kth_largest(int64_t wanted, int64_t size) const {
+  float estimate_kth_largest(int64_t k, int64_t size) const {
     if (groups_ < kMinGroups) return std::numeric_limits<float>::lowest();
     for (int64_t g = 0; g < groups_; ++g) sample_[g] = maxima_[g * kLanes + g % kLanes];
-    const double chunks = 1 - std::pow(1 - std::min(1.0, double(wanted) / size), double(kVectors));
+    const double chunks = 1 - std::pow(1 - std::min(1.0, double(k) / size), double(kVectors));
     const int64_t rank = std::min(groups_ - 1, int64_t(chunks * groups_));
     std::nth_element(sample_, sample_ + rank, sample_ + groups_, std::greater<float>());
     return sample_[rank];

@@ -33,31 +33,31 @@ class RunningSum {
 
   // Returns the token, or nullopt if it is uncertain. The head has all logits >= least; the others
   // weigh `rest`, if known.
-  std::optional<int64_t> token(const RowHead& head, const SamplingSettings& draw, float largest,
+  std::optional<int64_t> token(const RowHead& head, const SamplingSettings& settings, float largest,
                                float least, std::optional<Bounds> rest) {
     const float below = std::nextafter(least, -INFINITY);  // an upper bound of the others
-    const double lowest = (double(below) - largest) / draw.temperature;
-    begin(head, draw.temperature, largest, lowest);
+    const double lowest = (double(below) - largest) / settings.temperature;
+    begin(head, settings.temperature, largest, lowest);
     const double weight = exp_double(lowest);
     if (!rest) rest = Bounds{0, double(vocab_) * weight};
     Bounds total{here() + rest->low, here() + rest->high};
-    if (draw.top_k <= count_)
-      total = exactly(sum_of(draw.top_k));
-    else if (draw.top_k < vocab_)
+    if (settings.top_k <= count_)
+      total = exactly(sum_of(settings.top_k));
+    else if (settings.top_k < vocab_)
       total.low = here();
-    if (draw.top_p < 1) {
-      const auto last = at_sum({total.low * draw.top_p, total.high * draw.top_p});
+    if (settings.top_p < 1) {
+      const auto last = at_sum({total.low * settings.top_p, total.high * settings.top_p});
       if (!last) return std::nullopt;
       total = exactly(last->sum);
     }
-    if (draw.min_p > 0) {
-      const auto count = likely(draw.min_p);
+    if (settings.min_p > 0) {
+      const auto count = likely(settings.min_p);
       if (!count) return std::nullopt;
       const double sum = sum_of(*count);
-      const bool ends_here = *count < count_ || weight < draw.min_p * (1 - kUnsure);
+      const bool ends_here = *count < count_ || weight < settings.min_p * (1 - kUnsure);
       total = {std::min(total.low, sum), ends_here ? std::min(total.high, sum) : total.high};
     }
-    const auto found = at_sum({total.low * draw.uniform, total.high * draw.uniform});
+    const auto found = at_sum({total.low * settings.uniform, total.high * settings.uniform});
     if (!found) return std::nullopt;
     return head.ids()[found->member];
   }

@@ -20,18 +20,18 @@ class TokenSampler {
       : maxima_(vocab, scratch), head_(vocab, scratch), sums_(vocab, scratch) {}
 
   template <class Element>
-  int64_t token(const LogitRow<Element>& row, const SamplingSettings& draw) {
+  int64_t token(const LogitRow<Element>& row, const SamplingSettings& settings) {
     largest_ = maxima_.find(row);
     if (!std::isfinite(largest_)) return kNoToken;
-    if (draw.temperature <= 0) return maxima_.first(row);
+    if (settings.temperature <= 0) return maxima_.first(row);
     // Logits below `far` weigh nothing, however many there are.
-    const float far = at_least(largest_ - kFar * draw.temperature);
-    const float least = std::max(far, head_threshold(row.size(), draw));
+    const float far = at_least(largest_ - kFar * settings.temperature);
+    const float least = std::max(far, head_threshold(row.size(), settings));
     std::optional<int64_t> token;
-    if (least > far) token = sample_head(row, draw, least);
+    if (least > far) token = sample_head(row, settings, least);
     if (!token) {
       head_.take(row, far);
-      token = sums_.token(head_, draw, largest_, far, std::nullopt);
+      token = sums_.token(head_, settings, largest_, far, std::nullopt);
     }
     return token.value_or(kUndecided);
   }
@@ -48,30 +48,30 @@ class TokenSampler {
     return float(std::max(x, double(std::numeric_limits<float>::lowest())));
   }
 
-  static bool keeps_few(const SamplingSettings& draw) { return draw.top_k <= kFew; }
-  static bool only_min_p(const SamplingSettings& draw) {
-    return draw.top_p >= 1 && draw.min_p > 0;
+  static bool keeps_few(const SamplingSettings& settings) { return settings.top_k <= kFew; }
+  static bool only_min_p(const SamplingSettings& settings) {
+    return settings.top_p >= 1 && settings.min_p > 0;
   }
 
-  float head_threshold(int64_t vocab, const SamplingSettings& draw) {
-    if (keeps_few(draw)) return maxima_.estimate_kth_largest(8 * draw.top_k + 64, vocab);
-    if (only_min_p(draw))
-      return at_least(largest_ + (std::log(draw.min_p) - 1e-3) * draw.temperature);
+  float head_threshold(int64_t vocab, const SamplingSettings& settings) {
+    if (keeps_few(settings)) return maxima_.estimate_kth_largest(8 * settings.top_k + 64, vocab);
+    if (only_min_p(settings))
+      return at_least(largest_ + (std::log(settings.min_p) - 1e-3) * settings.temperature);
     return maxima_.estimate_kth_largest(kHead, vocab);
   }
 
   template <class Element>
-  std::optional<int64_t> sample_head(const LogitRow<Element>& row, const SamplingSettings& draw,
+  std::optional<int64_t> sample_head(const LogitRow<Element>& row, const SamplingSettings& settings,
                                float least) {
     std::optional<Bounds> rest;
-    if (keeps_few(draw) || only_min_p(draw)) {
+    if (keeps_few(settings) || only_min_p(settings)) {
       head_.take(row, least);
     } else {
-      if (draw.temperature < kColdest || draw.temperature > kHottest) return std::nullopt;
-      const double sum = head_.take(row, least, largest_, float(1 / draw.temperature));
+      if (settings.temperature < kColdest || settings.temperature > kHottest) return std::nullopt;
+      const double sum = head_.take(row, least, largest_, float(1 / settings.temperature));
       rest = {sum * (1 - kError), sum * (1 + kError) + kLeast};
     }
-    return sums_.token(head_, draw, largest_, least, rest);
+    return sums_.token(head_, settings, largest_, least, rest);
   }
 
   RowMaxima maxima_;
