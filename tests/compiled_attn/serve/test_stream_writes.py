@@ -19,7 +19,7 @@ from compiled_attn.serve.endpoint import Endpoint
 def test_a_stream_pauses_for_the_requests_that_run_and_never_long(running, milliseconds):
     endpoint = Mock()
     endpoint._model.open_requests = 1000  # most of them wait
-    endpoint._model.llm.engine.scheduler.running = [None] * running
+    endpoint._model.running_requests = running
     assert Endpoint._pause_s(endpoint) == pytest.approx(milliseconds / 1000)
 
 
