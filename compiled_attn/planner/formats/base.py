@@ -20,6 +20,12 @@ from graphs.buckets.space import BucketSpace
 
 __all__ = ["EnginePart", "Format", "of_sizes"]
 
+_ONE_AXIS: Mapping[str, tuple[str, str, type[SimulatedSteps]]] = {
+    "tokens": ("steps", "table", SimulatedSteps),
+    "sequences": ("decode", "decode", SeparateSteps),
+}
+"""Name of the part, name of the simulated needs, and the simulation, by axis."""
+
 
 @dataclass(frozen=True)
 class EnginePart:
@@ -90,10 +96,7 @@ def of_sizes(
         sizes: by default, ascending; larger steps run unpadded.
         write: formats ascending sizes, of which the uses are given.
     """
-    name, kind, steps = {
-        "tokens": ("steps", "table", SimulatedSteps),
-        "sequences": ("decode", "decode", SeparateSteps),
-    }[axis]
+    name, kind, steps = _ONE_AXIS[axis]
 
     def parts(engine: SimulatedEngine, context: int) -> list[EnginePart]:
         whole = Axis(axis, 1, sizes(engine)[-1])
