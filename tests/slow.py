@@ -9,8 +9,12 @@ import pytest
 
 
 def slow_but(quick: Container[object], values: Iterable[object]) -> list[Any]:
-    """The values as parameters of a test, those that are not ``quick`` marked slow."""
+    """The values (or tuples) as parameters of a test, those that are not ``quick`` marked slow."""
     return [
-        pytest.param(value, id=str(value), marks=() if value in quick else pytest.mark.slow)
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            id=str(value),
+            marks=() if value in quick else pytest.mark.slow,
+        )
         for value in values
     ]
