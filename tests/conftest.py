@@ -16,6 +16,8 @@ from hypothesis import settings
 # Before anything imports Triton: its kernels run on the CPU where there is no device for them.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Else a process that compiles starts others for Triton.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("all", settings.get_profile("quick"), max_examples=250)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
 
-def slow_but(quick: Container[object], values: Iterable[object]) -> list[Any]:
-    """The values as parameters of a test, those that are not ``quick`` marked slow."""
+def slow_but(quick: Collection[object], values: Iterable[object]) -> list[Any]:
+    """The values (or tuples) as parameters of a test, those that are not ``quick`` marked slow."""
+    values = [*values]
+    assert all(value in values for value in quick), f"expected some of {values}, got {quick}"
     return [
-        pytest.param(value, id=str(value), marks=() if value in quick else pytest.mark.slow)
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            id=getattr(value, "__name__", str(value)),
+            marks=() if value in quick else pytest.mark.slow,
+        )
         for value in values
     ]

@@ -21,6 +21,7 @@ pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 import openai
 
 from tests.compiled_attn.cli.commands import assert_refused
+from tests.slow import slow_but
 
 SMALL = (
     *("--backend", "eager", "--max-tokens-per-step", "32", "--max-seqs", "2"),
@@ -54,7 +55,7 @@ _SLOWLY = f"""
 import time
 from graphs.backends.eager import EagerBackend
 capture = EagerBackend.capture
-EagerBackend.capture = lambda *args, **named: (time.sleep(1), capture(*args, **named))[1]
+EagerBackend.capture = lambda *args, **named: (time.sleep(0.3), capture(*args, **named))[1]
 {_PROGRAM}
 """
 
@@ -89,7 +90,8 @@ def started(
         process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# The warmup's test has both signals.
+@pytest.mark.parametrize("number", slow_but((signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)))
 def test_a_drain_shows_in_health_and_a_second_signal_ends_it(chat_dir, number):
     with started(chat_dir) as (process, url):
         threading.Thread(target=process.stderr.read, daemon=True).start()

@@ -41,9 +41,9 @@ def _device():
     open_device()
 
 
-def served(device, sampling=GREEDY, config=CONFIG, family="llama", prompts=PROMPTS):
+def served(device, sampling=GREEDY, config=CONFIG, family="llama", prompts=PROMPTS, **sizes):
     """Results of the requests, and the device calls of each step."""
-    engine = Engine(tiny_model(family).to(device), config)
+    engine = Engine(tiny_model(family, **sizes).to(device), config)
     engine.warmup()
     for double in getattr(config.backend, "doubles", ()):
         double.replays = 0
@@ -218,9 +218,11 @@ class RecordedCode(Recorded):
 @pytest.mark.parametrize("kernel", slow_but(("native",), ("native", "portable")))
 def test_compiled_steps_give_the_tokens_of_a_cpu_and_wait_for_nothing(kernel, recorded):
     config = replace(CONFIG, kernel=kernel)
-    here, _, _ = served("cpu", RANDOM, config)
+    sizes = {"num_hidden_layers": 1}
+    here, _, _ = served("cpu", RANDOM, config, **sizes)
     backend = RecordedCode() if recorded else "aot_eager"
-    there, spent, engine = served("fake_device", RANDOM, replace(config, backend=backend))
+    config = replace(config, backend=backend)
+    there, spent, engine = served("fake_device", RANDOM, config, **sizes)
     assert tokens(there) == tokens(here)
     assert each_step(spent) == (1, 1, 0, 0)
     report = engine.executor.graphs.report

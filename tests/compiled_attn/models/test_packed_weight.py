@@ -190,9 +190,10 @@ def test_an_engine_refuses_to_serve_after_a_write_that_would_be_lost(
     backend, fresh_compiler, monkeypatch
 ):
     monkeypatch.setattr(local, "packs", lambda *_: as_bf16_widen)  # whether or not it pays here
-    model = tiny_model().bfloat16().float()
-    held = model.model.layers[1].mlp.up_proj.weight
-    engine = Engine(model, EngineConfig(backend=backend, context=32, block_size=4, max_seqs=2))
+    model = tiny_model(num_hidden_layers=1).bfloat16().float()
+    held = model.model.layers[0].mlp.up_proj.weight
+    config = EngineConfig(backend=backend, context=32, block_size=4, max_seqs=2, max_graphs=2)
+    engine = Engine(model, config)
     assert engine.executor.module.widened
     engine.warmup()
     sampling = SamplingParams(max_new_tokens=4)

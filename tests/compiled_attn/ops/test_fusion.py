@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -16,6 +17,7 @@ from compiled_attn.models.packed import pack_linears
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.fusion import FuseLinears
 from compiled_attn.ops.packed_linear import Packing
+from tests.slow import slow_but
 
 OPTIONS = {"post_grad_custom_pre_pass": FuseLinears()}
 FUSED = "torch.ops.compiled_attn.packed_linears.default("
@@ -62,9 +64,13 @@ def assert_fused(module: Callable[..., Any], x: torch.Tensor, *, alone: int) -> 
     assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
 
 
-@pytest.mark.parametrize("packing", get_args(Packing))
-@pytest.mark.parametrize("rows", [1, 7, 40])
-def test_layers_of_one_input_are_one_call_and_the_same_bits(rows, packing):
+@pytest.mark.parametrize(
+    ("packing", "rows"),
+    slow_but(
+        [*zip(get_args(Packing), (1, 7, 40), strict=True)], product(get_args(Packing), (1, 7, 40))
+    ),
+)
+def test_layers_of_one_input_are_one_call_and_the_same_bits(packing, rows):
     module = packed(Layers(), packing)
     x = torch.randn(1, rows, 64).to(torch.float32 if packing == "bf16-widen" else torch.bfloat16)
     assert_fused(module, x, alone=1)  # down
@@ -151,8 +157,10 @@ SILU = {
 }
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
+# A bias and a flat input each run in half of the quick cases.
+@pytest.mark.parametrize(
+    ("biased", "flat"), slow_but(((False, True), (True, False)), product((False, True), repeat=2))
+)
 @pytest.mark.parametrize("packing", get_args(Packing))
 @pytest.mark.parametrize("multiply", SILU)
 def test_swiglu_is_one_call(multiply, packing, biased, flat):

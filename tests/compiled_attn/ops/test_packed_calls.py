@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from compiled_attn.ops import available_isas, load, packed_linear
-from tests.compiled_attn.ops.kernels import AMX, BEST, WITHOUT_AMX, loaded
-from tests.compiled_attn.ops.packed_layers import KINDS, ROWS, bf16_weights_by, layer, packed_as
+from tests.compiled_attn.ops.kernels import AMX, BEST, WITHOUT_AMX, loaded, tuned
+from tests.compiled_attn.ops.packed_layers import KINDS, ROWS, layer, packed_as
 
 
 def test_the_registers_give_the_bits_of_plain_tiles():
@@ -20,7 +20,7 @@ def test_the_registers_give_the_bits_of_plain_tiles():
             packed, scale = packed_as(kind, weight)
             outs = []
             for each in both:
-                with bf16_weights_by("amx", each):
+                with tuned(each, linear="amx", linear_bf16_weights="amx"):
                     outs.append(each.packed_linear(input, packed, bias, scale))
             assert torch.equal(*outs)
 

@@ -64,7 +64,8 @@ def test_who_forgets_drops_what_it_knew_and_not_what_others_find_meanwhile(tmp_p
     assert sorted(json.loads(file.read_text()).values()) == [2.0, 3.0]
 
 
-def test_processes_that_measure_at_once_lose_nothing(tmp_path):
+def test_processes_that_measure_at_once_lose_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("compiled_attn.ops.tuning._LOCK_SECONDS", 200.0)  # the machine may be busy
     file = tmp_path / "t.json"
     with multiprocessing.get_context("fork").Pool(4) as pool:
         pool.starmap(_measure_some, [(file, first) for first in (1, 6, 11, 16)])

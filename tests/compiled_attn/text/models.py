@@ -60,13 +60,13 @@ def save_tokenizer(made: Tokenizer, folder: Path, template: str | None = TEMPLAT
     fast.save_pretrained(folder)
 
 
-def save_model(folder: Path, vocab: int = 272, end: int | None = None) -> None:
-    """A Llama with two narrow layers; the caller seeds torch."""
+def save_model(folder: Path, vocab: int = 272, end: int | None = None, *, layers: int = 2) -> None:
+    """A Llama with narrow layers; the caller seeds torch."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=256,
@@ -77,9 +77,9 @@ def save_model(folder: Path, vocab: int = 272, end: int | None = None) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def save_chat_model(folder: Path, end: int | None = None) -> Path:
+def save_chat_model(folder: Path, end: int | None = None, *, layers: int = 2) -> Path:
     """A model with random weights of seed 0, a byte-level tokenizer and a chat template."""
     torch.manual_seed(0)
-    save_model(folder, end=end)
+    save_model(folder, end=end, layers=layers)
     save_tokenizer(byte_level(), folder)
     return folder

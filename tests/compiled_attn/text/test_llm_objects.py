@@ -16,6 +16,7 @@ from compiled_attn.engine import EngineConfig, SamplingParams, local
 from compiled_attn.errors import ConfigError, ModelRefused
 from compiled_attn.text import Tokenizer
 from tests.compiled_attn.models.test_adapters import Wrapper
+from tests.compiled_attn.text.models import save_chat_model
 
 MESSAGE = {"role": "user", "content": "a question"}
 SHORT = SamplingParams(max_tokens=9)
@@ -131,7 +132,8 @@ def test_an_llm_opens_the_default_store_by_default(model_dir, config, monkeypatc
 
 
 @pytest.mark.usefixtures("compiler", "fresh_compiler")
-def test_the_second_start_loads_what_the_first_stored(model_dir, tmp_path, monkeypatch):
+def test_the_second_start_loads_what_the_first_stored(tmp_path, monkeypatch):
+    model_dir = save_chat_model(tmp_path / "model", layers=1)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
     small = EngineConfig(
         store=tmp_path / "store", max_seqs=1, max_tokens_per_step=8, block_size=8, max_graphs=2

@@ -11,6 +11,7 @@ from torch import nn
 from graphs import InputMismatch, capture
 from graphs.capture.input_overlaps import InputOverlaps
 from graphs.store import ArtifactStore, StoredAoti, StoredInductor
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -38,7 +39,13 @@ def _backend(name, store):
     return kinds[name](store)
 
 
-@pytest.fixture(scope="module", params=["inductor", "aoti", "loaded inductor", "loaded aoti"])
+# Quick tests are of a graph of inductor that was just captured, and of one of AOTI that was loaded.
+@pytest.fixture(
+    scope="module",
+    params=slow_but(
+        ("inductor", "loaded aoti"), ("inductor", "aoti", "loaded inductor", "loaded aoti")
+    ),
+)
 def captured(request, tmp_path_factory):
     """A graph of a module, and the module."""
     store = ArtifactStore(tmp_path_factory.mktemp("overlaps") / "store")
@@ -112,7 +119,7 @@ def _(target, source):
     return None
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aoti"])
+@pytest.mark.parametrize("backend", slow_but(("inductor",), ("inductor", "aoti")))
 def test_a_write_by_a_custom_op_is_seen(backend):
     def write(x, y):
         torch.ops.test_input_overlaps.put(x, y + 1)

@@ -39,10 +39,7 @@ class Net(nn.Module):
 INPUTS = (torch.randn(2, 4), torch.tensor([2, 0]), 2)
 
 
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture(scope="module")

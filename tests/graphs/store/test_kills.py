@@ -113,7 +113,7 @@ def assert_goes_on(path, source):
     assert store.entries() == [] and store.inductor_caches() == []
 
 
-@pytest.mark.parametrize("work", slow_but(("replace", "compile_cache", "throw_away"), WORK))
+@pytest.mark.parametrize("work", slow_but((replace, compile_cache, throw_away), WORK))
 def test_a_kill_at_any_change_of_the_disk_leaves_entries_whole_or_not_there(
     work, template, tmp_path
 ):

@@ -17,10 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = torch.ones(2, 3, dtype=torch.complex64)
 
 
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def draw(*shape, dtype):

@@ -18,11 +18,7 @@ from graphs.torch_internals.replay.replay import Replays
 from tests.compiled_attn.ops.native_scene import new_tokens, scene
 from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble
 
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def paged(*options, write=False, cache_dtype=None):
