@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketFileError",
     "BucketOverflow",
+    "BucketedError",
     "CaptureError",
     "GraphBudgetExceeded",
     "InputMismatch",
@@ -82,6 +83,10 @@ class BucketOverflow(ValueError):
         sizes = " ".join(f"{name}={size}" for name, size in need.items())
         remedy = remedy or "cut the step into smaller ones, or add a larger bucket"
         super().__init__(f"need {sizes} fits no bucket, the largest is {largest}; {remedy}")
+
+
+class BucketedError(ValueError):
+    """A callable cannot run in buckets as asked for: its axes, outputs or padding do not fit."""
 
 
 class BucketFileError(ValueError):
