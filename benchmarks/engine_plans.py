@@ -18,8 +18,8 @@ from pathlib import Path
 from field.ladders import full_speed
 
 from compiled_attn.planner import Demand
-from compiled_attn.planner.formats import FORMATS, EnginePart, Limits, needs_of, planned_for
-from compiled_attn.planner.simulator import simulate
+from compiled_attn.planner.formats import FORMATS, EnginePart, needs_of
+from compiled_attn.planner.simulator import SimulatedEngine, simulate
 from compiled_attn.workloads import Arrival, read_trace
 
 TRACES = {
@@ -27,17 +27,14 @@ TRACES = {
     "azure2023_code.csv": 9472,
     "mooncake_conversation_head.jsonl": 131072,
 }
-
-
-def limits_of(context: int) -> Limits:
-    return Limits(max_seqs=128, max_tokens=8192, block_size=128, blocks=4096, context=context)
+ENGINE = SimulatedEngine(max_tokens=8192, max_seqs=128, block_size=128, blocks=4096)
 
 
 def compare(engine: str, part: EnginePart, needs: Demand) -> None:
     ladder = len(part.default)
     for graphs in (ladder, max(1, ladder // 2)):
         started = time.perf_counter()
-        found = planned_for(part, needs, graphs, None)
+        found = part.plan(needs, graphs, None)
         took = time.perf_counter() - started
         theirs, ours = found.theirs, found.ours
         print(
@@ -48,8 +45,8 @@ def compare(engine: str, part: EnginePart, needs: Demand) -> None:
         )
 
 
-def speed_of(arrivals: list[Arrival], limits: Limits, part: EnginePart, load: float) -> float:
-    at_once = simulate(arrivals, limits.engine, speed=None, steps=part.kind.steps)
+def speed_of(arrivals: list[Arrival], part: EnginePart, load: float) -> float:
+    at_once = simulate(arrivals, ENGINE, speed=None, steps=part.kind.steps)
     return load * full_speed(arrivals, at_once)
 
 
@@ -64,13 +61,13 @@ def main() -> None:
         if not path.exists():
             print(f"{file}: left out, there is no {path}; give its folder with --traces")
             continue
-        arrivals, limits = read_trace(path, options.requests), limits_of(context)
+        arrivals = read_trace(path, options.requests)
         print(f"{file}: {len(arrivals):,} requests at {options.load:g} of full load")
         print("  engine      steps   graphs unused padding | plan graphs, padding")
         for engine, known in FORMATS.items():
-            parts = known.parts(limits)
-            speed = speed_of(arrivals, limits, parts[0], options.load)
-            needs = needs_of(parts, arrivals, limits, speed=speed)
+            parts = known.parts(ENGINE, context)
+            speed = speed_of(arrivals, parts[0], options.load)
+            needs = needs_of(parts, arrivals, ENGINE, speed=speed)
             for part in parts:
                 compare(engine, part, needs[part.name])
         print(flush=True)

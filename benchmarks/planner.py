@@ -14,14 +14,15 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from field.ladders import full_speed, ladders, limits_of
+from field.ladders import full_speed, ladders
 
 from compiled_attn.planner import Demand, Judgement, PlanReport, judge, plan
-from compiled_attn.planner.formats import vllm
+from compiled_attn.planner.formats import FORMATS
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
-from compiled_attn.planner.simulator.kinds import StepKind, decode, prefill, step_kind, within
+from compiled_attn.planner.simulator.kinds import StepKind, step_kind, within
 from compiled_attn.workloads import Arrival, read_trace
 
 MOST_GRAPHS = 256
@@ -35,10 +36,15 @@ def mixed(engine: SimulatedEngine, context: int) -> StepKind:
 
 def tokens(engine: SimulatedEngine, context: int) -> StepKind:
     """Steps by their tokens alone, up to vLLM's largest graph."""
-    return vllm.parts(limits_of(engine, context))[0].kind
+    return FORMATS["vllm"].parts(engine, context)[0].kind
 
 
-KINDS_OF_STEPS = {"decode": decode, "prefill": prefill, "mixed": mixed, "tokens": tokens}
+KINDS_OF_STEPS = {
+    "decode": partial(step_kind, "decode"),
+    "prefill": partial(step_kind, "prefill"),
+    "mixed": mixed,
+    "tokens": tokens,
+}
 GOAL_AT_64 = {"decode": 0.08, "prefill": 0.05, "mixed": 0.13, "tokens": 0.05}
 ENGINE = SimulatedEngine(max_tokens=8192, max_seqs=128, block_size=128, blocks=4096)
 GOAL_RATIO = 1 / 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compiled_attn.planner.formats import Limits, gaudi, vllm
+from compiled_attn.planner.formats import FORMATS, gaudi
 from compiled_attn.planner.simulator import SimulatedEngine, Simulation
 from compiled_attn.planner.simulator.kinds import StepKind
 from compiled_attn.planner.simulator.ladders import highest, reachable, unified
@@ -25,12 +25,11 @@ def ladders(
     name: str, kind: StepKind, engine: SimulatedEngine, context: int
 ) -> dict[str, BucketSpace]:
     """Return ladders for decode, prefill, mixed steps or tokens alone, by name."""
-    limits = limits_of(engine, context)
     high = highest(kind)
     found: dict[str, BucketSpace]
     if name == "decode":
         blocks = high["blocks"]
-        found = {"exponential": _within(gaudi.decode_ladder(limits), kind)}
+        found = {"exponential": _within(gaudi.decode_ladder(engine, context), kind)}
         for percent in PERCENTS:
             found[f"padding-aware {percent} %"] = padding_aware(
                 sequences=(1, 2, high["sequences"], -(-high["sequences"] // 4), percent),
@@ -38,23 +37,18 @@ def ladders(
             )
     elif name == "prefill":
         size, tokens = engine.block_size, high["tokens"]
-        found = {"exponential": _within(gaudi.prompt_ladder(limits), kind)}
+        found = {"exponential": _within(gaudi.prompt_ladder(engine, context), kind)}
         for percent in PERCENTS:
             found[f"padding-aware {percent} %"] = padding_aware(
                 tokens=_stepped(size, tokens, -(-tokens // 4), percent),
                 context=(0, 2, high["context"], -(-tokens // size), percent),
             )
     elif name == "tokens":
-        found = {"vLLM": vllm.parts(limits)[0].default}
+        found = {"vLLM": FORMATS["vllm"].parts(engine, context)[0].default}
     else:
         points = {a.name: 10 + (a.low == 0) for a in kind.axes if a.name != "logits"}
         found = {"unified": unified(kind, points)}
     return {name: reachable(space, kind) for name, space in found.items()}
-
-
-def limits_of(engine: SimulatedEngine, context: int) -> Limits:
-    """The same limits, as other engines take them."""
-    return Limits(engine.max_seqs, engine.max_tokens, engine.block_size, engine.blocks, context)
 
 
 def _within(sizes: list[tuple[int, int]], kind: StepKind) -> BucketSpace:

@@ -13,8 +13,9 @@ from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.cli.options import PlanOptions
 from compiled_attn.contrib.versions import is_tested, listed
 from compiled_attn.planner import Demand
-from compiled_attn.planner.formats import FORMATS, Format, needs_of, planned_for
-from compiled_attn.planner.formats.base import EnginePart, EnginePlan, Limits
+from compiled_attn.planner.formats import FORMATS, EnginePart, Format, needs_of, thinned
+from compiled_attn.planner.simulator import SimulatedEngine
+from compiled_attn.planner.simulator.ladders import SplitPlan
 from compiled_attn.workloads import read_trace
 from compiled_attn.workloads.arrival import fit, scaled
 
@@ -32,10 +33,12 @@ def run_plan_for(options: PlanOptions) -> int:
     if options.trace is None or options.demand is not None:
         raise UserError("expected --trace, and no --demand, with --format: give a trace")
     with bad_input():
-        limits, needs = _needs(options, options.trace, format)
-        plans = _plans(options, format.parts(limits), needs)
-        text = format.write(plans)
-    _print(options, plans)
+        engine, context, needs = _needs(options, options.trace, format)
+        parts, most = _within_captures(options, format, format.parts(engine, context))
+        plans = format.plans(parts, needs, most, options.rho or None)
+        reports = {name: each.whole() for name, each in plans.items()}
+        text = format.write(reports, engine)
+    _print(options, plans, format.beyond)
     print(_tested(format))
     if options.out is None:
         print(text)
@@ -46,46 +49,44 @@ def run_plan_for(options: PlanOptions) -> int:
     return 0
 
 
-def _needs(options: PlanOptions, trace: Path, format: Format) -> tuple[Limits, dict[str, Demand]]:
-    """The engine's limits, and the needs of its steps by part."""
+def _needs(
+    options: PlanOptions, trace: Path, format: Format
+) -> tuple[SimulatedEngine, int, dict[str, Demand]]:
+    """The engine's limits, its context, and the needs of its steps by part."""
     arrivals = read_trace(trace, options.requests)
     if options.scale is not None:
         arrivals = scaled(arrivals, options.scale)
     longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
-    limits = _limits(options, options.context or longest)
-    if longest > limits.context:
-        arrivals = fit(arrivals, limits.context)
-    parts = format.parts(limits)
-    concurrency, speed = options.concurrency, options.speed
-    return limits, needs_of(parts, arrivals, limits, speed=speed, concurrency=concurrency)
-
-
-def _limits(options: PlanOptions, context: int) -> Limits:
-    size, seqs = options.block_size, options.max_seqs
+    context, size, seqs = options.context or longest, options.block_size, options.max_seqs
     blocks = options.num_blocks or math.ceil(context / size) * seqs
-    tokens = options.max_tokens_per_step or _TOKENS
-    return Limits(seqs, max(tokens, seqs), size, blocks, context)
+    engine = SimulatedEngine(max(options.max_tokens_per_step or _TOKENS, seqs), seqs, size, blocks)
+    if longest > context:
+        arrivals = fit(arrivals, context)
+    parts = format.parts(engine, context)
+    concurrency, speed = options.concurrency, options.speed
+    needs = needs_of(parts, arrivals, engine, speed=speed, concurrency=concurrency)
+    return engine, context, needs
 
 
-def _plans(
-    options: PlanOptions, parts: list[EnginePart], needs: dict[str, Demand]
-) -> dict[str, EnginePlan]:
-    """A plan of each part; they share the graphs in proportion to the engine's own ladders."""
-    whole = sum(len(part.default) for part in parts)
-    if options.max_graphs < len(parts):
+def _within_captures(
+    options: PlanOptions, format: Format, parts: list[EnginePart]
+) -> tuple[list[EnginePart], int]:
+    """The parts, with ladders that the device can capture, and how many graphs it can."""
+    if format.captures is None:
+        if options.layers is not None:
+            raise UserError(f"expected no --layers with --format {options.format}: leave it out")
+        return parts, options.max_graphs
+    if options.layers is None:
         raise UserError(
-            f"expected --max-graphs of at least {len(parts)}: one for each kind of step"
+            f"expected --layers with --format {options.format}: how many buckets its device can "
+            "capture depends on the model's hidden layers"
         )
-    plans, left = {}, options.max_graphs
-    for number, part in enumerate(parts):
-        share = max(1, round(options.max_graphs * len(part.default) / whole))
-        count = left if number == len(parts) - 1 else min(share, left - (len(parts) - 1 - number))
-        left -= count
-        plans[part.name] = planned_for(part, needs[part.name], count, options.rho or None)
-    return plans
+    most = format.captures(options.layers, options.comm_groups, options.streams)
+    print(f"streams for {most} sizes: {options.layers} layers, {options.comm_groups} groups")
+    return [thinned(part, most) for part in parts], min(most, options.max_graphs)
 
 
-def _print(options: PlanOptions, plans: dict[str, EnginePlan]) -> None:
+def _print(options: PlanOptions, plans: dict[str, SplitPlan], beyond: str) -> None:
     console = Console()
     table = Table(title="Second half of the steps, planned on the first", title_justify="left")
     for name in ("steps", "strategy"):
@@ -99,7 +100,7 @@ def _print(options: PlanOptions, plans: dict[str, EnginePlan]) -> None:
     console.print(table)
     for name, each in plans.items():
         if each.outside:
-            line = f"{name}: {each.outside:.1%} of the steps are larger: each {each.part.beyond}"
+            line = f"{name}: {each.outside:.1%} of the steps are larger: each {beyond}"
             console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Groups needs that are close together into cells by recursive cuts, and perturbs them."""
+"""A planning problem: perturbed needs, grouped into cells by recursive cuts, and candidates."""
 
 from __future__ import annotations
 
@@ -10,25 +10,40 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.planner.demand import Floats, Points
+from compiled_attn.planner.demand import Demand, Floats, Points
 from compiled_attn.planner.pick import CostOf
+from compiled_attn.planner.region import Region
 
-__all__ = ["Cells", "best_cut", "compress", "jitter"]
+__all__ = ["Problem", "best_cut", "compress", "jitter"]
 
+_CELLS = 2500
 _COPIES = 4
 _FREQUENT = 0.02  # share of the weight from which a size counts as frequent
 
 
-class Cells(NamedTuple):
-    """Groups of needs.
+class Problem(NamedTuple):
+    """Needs in cells, and the buckets that may serve them.
 
-    Shape (n cells, m groups of cells): corners ``[n, axes]``, the smallest bucket that dominates
-    all needs of a cell; weights ``[n]``; joins ``[m, axes]``, corners of groups of cells.
+    Shape (n cells, m candidates): corners ``[n, axes]``, the smallest bucket that dominates all
+    needs of a cell; weights ``[n]``; top ``[axes]``, the maximum, always a bucket; candidates
+    ``[m, axes]``, the corners of cells and of groups of them.
     """
 
     corners: Points
     weights: Floats
-    joins: Points
+    cost: CostOf
+    top: Points
+    candidates: Points
+
+    @classmethod
+    def of(cls, needs: Demand, region: Region, cost: CostOf, seed: int) -> Problem:
+        """Group distinct needs into cells, and collect the candidate buckets for them."""
+        points, weights = needs.points, needs.weights
+        if len(region.names) > 1:
+            points, weights = jitter(points, weights, region.top, seed=seed, allows=region.allows)
+        corners, sums, joins = compress(points, weights, cost, _CELLS)
+        candidates = np.unique(np.concatenate([corners, joins]), axis=0)
+        return cls(corners, sums, cost, region.top, candidates)
 
 
 class Cut(NamedTuple):
@@ -67,8 +82,13 @@ def best_cut(points: Points, weights: Floats, cost: CostOf, top: Points | None =
     return best
 
 
-def compress(points: Points, weights: Floats, cost: CostOf, count: int) -> Cells:
-    """Make at most ``count`` cells, cutting where rounding needs up to their corner costs most."""
+def compress(
+    points: Points, weights: Floats, cost: CostOf, count: int
+) -> tuple[Points, Floats, Points]:
+    """Make at most ``count`` cells, cutting where rounding needs up to their corner costs most.
+
+    Returns the corners and weights of cells, see `Problem`, and the corners of groups of cells.
+    """
     leaves: list[tuple[float, int, Points, Cut]] = []
     joins: list[Points] = []
     numbers = itertools.count()  # so that no two leaves compare by their rows
@@ -86,7 +106,7 @@ def compress(points: Points, weights: Floats, cost: CostOf, count: int) -> Cells
         add(rows[~low])
     corners = np.array([points[rows].max(axis=0) for _, _, rows, _ in leaves])
     sums = np.array([weights[rows].sum() for _, _, rows, _ in leaves])
-    return Cells(corners, sums, np.array(joins, np.int64).reshape(-1, points.shape[1]))
+    return corners, sums, np.array(joins, np.int64).reshape(-1, points.shape[1])
 
 
 def jitter(

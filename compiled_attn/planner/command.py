@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -54,7 +54,7 @@ def plan(
         raise UserError(f"cannot write {out}: it is a directory, name a file")
     if max_seconds is not None and measured is None:
         raise UserError("--max-seconds needs --measured: the seconds of some captures")
-    rows = _read_warmup(measured) if measured else []
+    cost, seconds = _read_warmup(measured) if measured else (None, None)
     try:
         demand = read_demand(needs)
     except ValueError as error:  # names the file and the line
@@ -62,9 +62,9 @@ def plan(
     try:
         report = choose(
             demand,
-            CostModel.fitted((r.bucket, r.run_seconds) for r in rows) if rows else None,
+            cost,
             Budget(graphs=max_graphs, seconds=max_seconds),
-            seconds=CostModel.fitted((r.bucket, r.seconds) for r in rows) if rows else None,
+            seconds=seconds,
             rho=rho or None,
         )
     except ValueError as error:
@@ -79,40 +79,32 @@ def plan(
     return 0
 
 
-class _Measured(NamedTuple):
-    """A captured bucket: seconds of its capture, and of one run."""
-
-    bucket: dict[str, int]
-    seconds: float
-    run_seconds: float
-
-    @property
-    def is_plausible(self) -> bool:
-        return all(type(size) is int and 0 <= size < 2**63 for size in self.bucket.values()) and (
-            0 <= self.seconds < _MAX_SECONDS and 0 < self.run_seconds < _MAX_SECONDS
-        )
-
-
-def _read_warmup(path: Path) -> list[_Measured]:
-    """The captured buckets of a warmup whose runs were timed."""
+def _read_warmup(path: Path) -> tuple[CostModel, CostModel]:
+    """Cost and warmup seconds of a bucket, from the captured buckets whose runs were timed."""
     try:
-        rows = parse_json(path.read_bytes())["buckets"]
-        found = [
-            _Measured(dict(row["bucket"]), float(row["seconds"]), float(row["run_seconds"]))
-            for row in rows
+        rows = [
+            (dict(row["bucket"]), float(row["run_seconds"]), float(row["seconds"]))
+            for row in parse_json(path.read_bytes())["buckets"]
             if row["status"] == "captured" and row["run_seconds"] is not None
         ]
     except OSError as error:
         raise UserError(f"{path}: not readable as a warmup: {error}") from error
     except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(f"{path}: expected a file that `warmup --json` wrote") from error
-    if odd := next((row for row in found if not row.is_plausible), None):
-        raise UserError(
-            f"{path}: expected whole sizes and seconds of at least 0, got {quoted(odd)}"
-        )
-    if not found:
+    if not rows:
         raise UserError(f"{path}: no captured bucket whose run was timed in it")
-    return found
+    for row in rows:
+        bucket, *times = row
+        are_sizes = all(type(size) is int and 0 <= size < 2**63 for size in bucket.values())
+        if not are_sizes or not all(0 <= time < _MAX_SECONDS for time in times):
+            raise UserError(
+                f"{path}: expected whole sizes and seconds of at least 0, got {quoted(row)}"
+            )
+    try:
+        cost = CostModel.fitted((bucket, run_seconds) for bucket, run_seconds, _ in rows)
+        return cost, CostModel.fitted((bucket, seconds) for bucket, _, seconds in rows)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from compiled_attn.planner.demand import Floats, Points
 from graphs.buckets.space import Bucket
 
-__all__ = ["CostModel"]
+__all__ = ["CostModel", "evaluate"]
 
 _SWEEPS, _CHUNK = 3000, 1024
 
@@ -77,11 +78,7 @@ class CostModel:
         Raises:
             ValueError: a cost is negative or not finite.
         """
-        columns = dict(zip(names, points.T.astype(np.float64), strict=True))
-        try:
-            costs = np.broadcast_to(self._formula(columns), len(points)).astype(np.float64)
-        except (TypeError, ValueError, AttributeError):
-            costs = np.array([self(Bucket.of(tuple(names), tuple(row))) for row in points.tolist()])
+        costs = evaluate(self._formula, names, points).astype(np.float64)
         if not (np.isfinite(costs) & (costs >= 0)).all():
             at = int(np.argmin(np.isfinite(costs) & (costs >= 0)))
             need = dict(zip(names, points[at].tolist(), strict=True))
@@ -89,6 +86,18 @@ class CostModel:
                 f"expected finite costs from 0 on, got {costs[at]} for {need}: correct the formula"
             )
         return costs
+
+
+def evaluate(
+    function: Callable[[Mapping[str, Any]], Any], names: Sequence[str], points: Points
+) -> NDArray[Any]:
+    """Call a function of sizes by axis for points ``[n, axes]``: with arrays, or else per point."""
+    try:
+        found = function(dict(zip(names, points.T.astype(np.float64), strict=True)))
+        return np.broadcast_to(found, len(points))
+    except (TypeError, ValueError, AttributeError):
+        rows = (Bucket.of(tuple(names), tuple(row)) for row in points.tolist())
+        return np.array([function(row) for row in rows])
 
 
 class _Fit:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, TextIO, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,8 +18,6 @@ __all__ = ["Demand", "Floats", "Points", "read_demand"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Points: TypeAlias = NDArray[np.int64]
-
-Row: TypeAlias = tuple[dict[str, int], float]
 
 _LARGEST = 10**12
 _REASON = 300  # characters
@@ -48,7 +46,7 @@ class Demand:
     ) -> None:
         self.names = tuple(names)
         for name in self.names:
-            Axis(name, 0, 0)
+            Axis(name, 0, 0)  # checks the name
         if not self.names or len(set(self.names)) != len(self.names):
             raise ValueError(f"expected axes, each once, got {list(names)}: name them")
         self.points = _checked_points(self.names, points)
@@ -154,14 +152,16 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
     names: tuple[str, ...] = ()
     try:
         with open(path, encoding="utf-8-sig") as file:
-            for number, (need, count) in _rows(file, path):
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    need, count = _row(line, names)
+                except (TypeError, ValueError) as error:
+                    problem = clipped(str(error), _REASON)
+                    message = f"{path}:{number}: {problem}: {quoted(line.strip())}"
+                    raise DemandFileError(message) from None
                 names = names or tuple(need)
-                if set(need) != set(names):
-                    expected, got = (clipped(", ".join(each), 80) for each in (names, need))
-                    raise DemandFileError(
-                        f"{path}:{number}: expected the axes {expected} of the first need, got "
-                        f"{got}: a file has one set of axes"
-                    )
                 needs.append([need[name] for name in names])
                 counts.append(count)
     except (OSError, UnicodeDecodeError) as error:
@@ -174,25 +174,22 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
         raise DemandFileError(f"{path}: {clipped(str(error), _REASON)}") from None
 
 
-def _rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield number, _row(line)
-        except (TypeError, ValueError) as error:
-            problem = clipped(str(error), _REASON)
-            raise DemandFileError(f"{path}:{number}: {problem}: {quoted(line.strip())}") from None
-
-
-def _row(line: str) -> Row:
+def _row(line: str, names: tuple[str, ...]) -> tuple[dict[str, int], float]:
+    """The sizes of a line, over ``names`` if there are some, and its count."""
     row = parse_json(line)
     if not isinstance(row, dict) or not row:
         raise ValueError('expected sizes by axis, such as {"tokens": 37}, or {"need": {...}}')
     need, count = (row["need"], row.get("count", 1)) if "need" in row else (row, 1)
     if not isinstance(need, dict) or not need:
         raise ValueError('expected an object with "need": {axis: size, ...}')
-    return {name: _size(name, size) for name, size in need.items()}, _checked_count(count)
+    if names and set(need) != set(names):
+        expected, got = (clipped(", ".join(each), 80) for each in (names, need))
+        raise ValueError(
+            f"expected the axes {expected} of the first need, got {got}: a file has one set of axes"
+        )
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
+        raise ValueError(f"expected a positive count, got {count!r}")
+    return {name: _size(name, size) for name, size in need.items()}, float(count)
 
 
 def _size(name: str, size: Any) -> int:
@@ -201,9 +198,3 @@ def _size(name: str, size: Any) -> int:
     if (number := whole(name, size)) >= 2**63:
         raise ValueError(f"{name} is beyond 64 bits; sizes are below {2**63}")
     return number
-
-
-def _checked_count(count: Any) -> float:
-    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
-        raise ValueError(f"expected a positive count, got {count!r}")
-    return float(count)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.planner.demand import Points
-from compiled_attn.planner.greedy import grow, improve, start
+from compiled_attn.planner.cells import Problem
+from compiled_attn.planner.demand import Floats, Points
+from compiled_attn.planner.greedy import Assignment, grow, improve
 from compiled_attn.planner.guard import guard
-from compiled_attn.planner.one_axis import best_buckets
 from compiled_attn.planner.pick import PickOrder, dominates
-from compiled_attn.planner.problem import Problem
 from compiled_attn.planner.region import Region
 
 __all__ = ["adapt", "fit"]
@@ -47,9 +46,12 @@ def fit(problem: Problem, region: Region, count: int, rho: float | None) -> Poin
 def _best(problem: Problem, count: int, begin: Points | None = None) -> Points:
     """Buckets for the demand, maximum first; ``begin`` are buckets to start from."""
     if problem.top.shape == (1,):
-        cells = problem.cells
-        return best_buckets(cells.corners, cells.weights, problem.cost, problem.top, count)[::-1]
-    assignment = start(problem, None if begin is None else begin[1:])
+        sizes = np.unique(np.append(problem.corners, problem.top))
+        needed = np.zeros(len(sizes))
+        needed[np.searchsorted(sizes, problem.corners[:, 0])] = problem.weights
+        taken = _best_sizes(problem.cost(sizes[:, None]), needed, count)
+        return np.asarray(sizes[taken][::-1, None])
+    assignment = Assignment(problem, problem.candidates[:0] if begin is None else begin[1:])
     grow(problem, assignment, count)
     improve(problem, assignment, count)
     return assignment.buckets
@@ -57,9 +59,37 @@ def _best(problem: Problem, count: int, begin: Points | None = None) -> Points:
 
 def _fill(problem: Problem, buckets: Points, count: int) -> Points:
     """Add the buckets that save most, up to ``count``."""
-    assignment = start(problem, buckets[1:])
+    assignment = Assignment(problem, buckets[1:])
     grow(problem, assignment, count)
     return np.asarray(np.unique(assignment.buckets, axis=0))
+
+
+def _best_sizes(costs: Floats, weights: Floats, count: int) -> NDArray[np.int64]:
+    """Return ascending indices of the at most ``count`` sizes of least cost, the last included.
+
+    Takes O(count * n^2).
+
+    Args:
+        costs: ``[n]`` of the sizes in ascending order; must not fall.
+        weights: ``[n]`` of the needs of each size, from 0 on.
+        count: at least 1.
+    """
+    total, every = weights.cumsum(), np.arange(len(costs))
+    between = costs * (total - total[:, None])  # [i, j]: needs above i up to j, in bucket j
+    between[np.tri(len(costs), dtype=np.bool_)] = np.inf
+    paid = costs * total  # everything up to j in bucket j
+    before: list[NDArray[np.int64]] = []
+    for _ in range(min(count, len(costs)) - 1):
+        split = paid[:, None] + between
+        best = split.argmin(axis=0)
+        least = split[best, every]
+        before.append(np.where(least < paid, best, -1))
+        paid = np.minimum(least, paid)
+    taken = [len(costs) - 1]
+    for best in reversed(before):
+        if best[taken[-1]] >= 0:
+            taken.append(int(best[taken[-1]]))
+    return np.array(taken[::-1])
 
 
 def adapt(problem: Problem, buckets: Points, order: PickOrder, count: int) -> Points:
@@ -68,7 +98,7 @@ def adapt(problem: Problem, buckets: Points, order: PickOrder, count: int) -> Po
     There more buckets can serve worse. Removes each bucket that takes needs away from a cheaper
     one, and adds what saves under the engine's order, up to ``count``.
     """
-    corners, weights = problem.cells.corners, problem.cells.weights
+    corners, weights = problem.corners, problem.weights
     for _ in range(_ROUNDS):
         found = np.unique(np.concatenate([buckets, _promising(problem, buckets)]), axis=0)
         found = found[np.argsort(order(found, problem.cost), kind="stable")]
@@ -104,7 +134,7 @@ def adapt(problem: Problem, buckets: Points, order: PickOrder, count: int) -> Po
 
 def _promising(problem: Problem, buckets: Points) -> Points:
     """The candidates that would save most if the engine picked by cost."""
-    assignment = start(problem, buckets[(buckets < problem.top).any(axis=1)])
+    assignment = Assignment(problem, buckets[(buckets < problem.top).any(axis=1)])
     gains = assignment.gains(problem.candidates, problem.cost(problem.candidates))
     best = np.argsort(-gains, kind="stable")[:_CANDIDATES]
     return problem.candidates[best[gains[best] > 0]]

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from compiled_attn.planner.cells import best_cut
+from compiled_attn.planner.cells import Problem, best_cut
 from compiled_attn.planner.demand import Floats, Points
-from compiled_attn.planner.pick import CostOf, dominates
-from compiled_attn.planner.problem import Problem
+from compiled_attn.planner.pick import dominates
 
-__all__ = ["Assignment", "grow", "improve", "start"]
+__all__ = ["Assignment", "grow", "improve"]
 
 _ROUNDS = 40
 _ROUND_GAIN = 1e-5
 _CANDIDATES_A_ROUND = 256
 _SLACK = 1e-9
 _BATCH = 48
-
-
-def start(problem: Problem, buckets: Points | None = None) -> Assignment:
-    """Assign all needs to the maximum alone, or to it and further buckets."""
-    more = [] if buckets is None else [buckets]
-    together = np.concatenate([problem.top[None], *more])
-    return Assignment(problem.cells.corners, problem.cells.weights, problem.cost, together)
 
 
 def grow(problem: Problem, assignment: Assignment, count: int) -> None:
@@ -92,12 +84,14 @@ class Assignment:
 
     The first bucket is the maximum: it dominates every cell, is never removed and never shrinks.
 
-    Shape: corners of the cells ``[n, axes]``, weights ``[n]``, buckets ``[k, axes]``.
+    Args:
+        problem: the cells.
+        more: ``[k, axes]`` further buckets.
     """
 
-    def __init__(self, corners: Points, weights: Floats, cost: CostOf, buckets: Points) -> None:
-        self.corners, self.weights, self._cost = corners, weights, cost
-        self._set(buckets)
+    def __init__(self, problem: Problem, more: Points) -> None:
+        self.corners, self.weights, self._cost = problem.corners, problem.weights, problem.cost
+        self._set(np.concatenate([problem.top[None], more]))
 
     def _set(self, buckets: Points) -> None:
         self.buckets, self.costs = buckets, self._cost(buckets)

@@ -31,9 +31,9 @@ def guard(
     Also returns the multiple: where ``most`` buckets are not enough for ``rho``, a short search
     finds the smallest that they reach. ``buckets [k, axes]`` exist already, with the maximum.
     """
-    boxes, costs = region.grid(_BOXES), cost(buckets)
-    some = cost(boxes.low) > 0
-    low, high = boxes.low[some], boxes.high[some]
+    (low, high), costs = region.grid(_BOXES), cost(buckets)
+    some = cost(low) > 0
+    low, high = low[some], high[some]
     task = _Task(high, cost(low), cost(high), costs[picks(buckets, costs, high)], cost)
     found = _cover(task, rho, most)
     if found is not None:

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from compiled_attn.planner.cells import Problem
 from compiled_attn.planner.cost import CostModel
 from compiled_attn.planner.demand import Demand, Floats, Points
 from compiled_attn.planner.fit import adapt, fit
 from compiled_attn.planner.judge import PlanReport, judge
-from compiled_attn.planner.pick import PickOrder, by_cost
-from compiled_attn.planner.problem import Problem, check_needs
+from compiled_attn.planner.pick import CostOf, PickOrder, by_cost
 from compiled_attn.planner.region import Region
 from graphs.buckets.space import Axis, Bucket, BucketSpace
 
@@ -23,6 +23,7 @@ __all__ = ["Budget", "plan"]
 Expense: TypeAlias = Callable[[Mapping[str, int]], float]
 
 _MOST_GRAPHS = 512  # of a budget in seconds alone
+_CHECKED = 2000  # needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def plan(
             "expected a function seconds=bucket -> seconds with a budget in seconds, got none: "
             "pass one, fitted to a warmup for example"
         )
-    check_needs(needs, region, cost_of)
+    _check_needs(needs, region, cost_of)
     problem = Problem.of(needs, region, cost_of, seed)
     if not is_affordable(region.top[None]):
         raise ValueError(f"expected a budget with room for the maximum, got {limits}: raise it")
@@ -180,3 +181,35 @@ def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpac
     lows = np.minimum([axis.low for axis in axes], buckets.min(axis=0)).tolist()
     ranges = [replace(axis, low=low) for axis, low in zip(axes, lows, strict=True)]
     return BucketSpace(ranges, [Bucket.of(names, tuple(row)) for row in buckets.tolist()], cost)
+
+
+def _check_needs(needs: Demand, region: Region, cost: CostOf) -> None:
+    """Raise ValueError for a need outside the axes or a cost that is 0 for all or falls.
+
+    The cost is compared with that of the next size on each axis and of the maximum.
+    """
+    outside = (needs.points > region.top).any(axis=1)
+    if outside.any():
+        need = dict(zip(needs.names, needs.points[int(outside.argmax())].tolist(), strict=True))
+        limits = ", ".join(f"{axis.name} <= {axis.high}" for axis in region.axes)
+        raise ValueError(f"expected needs with {limits}, got {need}: raise the axis")
+    points, top = needs.points[:: 1 + len(needs) // _CHECKED], region.top
+    own = cost(points)
+    if not own.any():
+        raise ValueError("expected needs that cost something, got a cost of 0: correct the cost")
+    larger = [np.broadcast_to(top, points.shape)]
+    for axis in range(points.shape[1]):
+        sizes = np.unique(np.append(points[:, axis], top[axis]))
+        next_one = np.minimum(np.searchsorted(sizes, points[:, axis], "right"), len(sizes) - 1)
+        larger.append(points.copy())
+        larger[-1][:, axis] = sizes[next_one]
+    for above in larger:
+        costs = cost(above)
+        falls = own > costs * (1 + 1e-9)
+        if falls.any():
+            at = int(falls.argmax())
+            raise ValueError(
+                f"expected a cost that never falls where a size grows, got {own[at]:g} for "
+                f"{tuple(points[at].tolist())} and {costs[at]:g} for "
+                f"{tuple(above[at].tolist())}: correct the cost"
+            )

@@ -5,25 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_attn.planner.cost import evaluate
 from compiled_attn.planner.demand import Demand, Points
 from compiled_attn.planner.pick import CostOf, PickOrder, by_cost, picks
-from graphs.buckets.space import Axis, Bucket
+from graphs.buckets.space import Axis
 
-__all__ = ["Grid", "Region"]
+__all__ = ["Region"]
 
 _MAX_CELLS = 400_000
-
-
-class Grid(NamedTuple):
-    """Adjacent boxes of needs: ``low`` and ``high`` ``[n, axes]`` are the corners of each."""
-
-    low: Points
-    high: Points
 
 
 class Region:
@@ -69,17 +63,14 @@ class Region:
 
     def allows(self, points: Points) -> NDArray[np.bool_]:
         """Return a mask ``[n]``: which of the points ``[n, axes]`` are legal."""
-        if self._legal is None:
-            return np.ones(len(points), np.bool_)
-        try:
-            found = np.asarray(self._legal(dict(zip(self.names, points.T, strict=True))))
-            return np.broadcast_to(found, len(points)).astype(np.bool_)
-        except (TypeError, ValueError, AttributeError):
-            rows = [Bucket.of(self.names, tuple(row)) for row in points.tolist()]
-            return np.array([bool(self._legal(row)) for row in rows], np.bool_)
+        legal = self._legal or (lambda need: True)
+        return evaluate(legal, self.names, points).astype(np.bool_)
 
-    def grid(self, boxes: int) -> Grid:
-        """Return about ``boxes`` legal boxes at most, with sizes in equal ratios on each axis."""
+    def grid(self, boxes: int) -> tuple[Points, Points]:
+        """Return the corners of about ``boxes`` legal boxes at most, in equal ratios on each axis.
+
+        Shape: the smallest and the largest need of each box, ``[n, axes]``. Boxes are adjacent.
+        """
         each = max(2, int(boxes ** (1 / len(self.axes))))
         return self._boxes([_ladder(axis, each) for axis in self.axes])
 
@@ -98,12 +89,12 @@ class Region:
             sizes = _thinned(np.unique(column), each)
             more = _ladder(axis, max(2, each - len(sizes)))
             ladders.append(np.unique(np.concatenate([sizes, more])))
-        boxes = self._boxes(ladders)
-        own = cost(boxes.low)
-        paid = cost(buckets)[picks(buckets, order(buckets, cost), boxes.high)]
+        low, high = self._boxes(ladders)
+        own = cost(low)
+        paid = cost(buckets)[picks(buckets, order(buckets, cost), high)]
         return float((paid / np.where(own > 0, own, np.inf)).max(initial=1.0))
 
-    def _boxes(self, ladders: Sequence[NDArray[np.int64]]) -> Grid:
+    def _boxes(self, ladders: Sequence[NDArray[np.int64]]) -> tuple[Points, Points]:
         lows = [
             np.concatenate([[min(axis.low, int(ladder[0]))], ladder[:-1] + 1])
             for axis, ladder in zip(self.axes, ladders, strict=True)
@@ -116,7 +107,7 @@ class Region:
             rest = np.flatnonzero(~some)
             at = np.stack([ends[side][rest, axis] for axis, side in enumerate(sides)], axis=1)
             some[rest] = self.allows(at)
-        return Grid(low[some], high[some])
+        return low[some], high[some]
 
 
 def _ladder(axis: Axis, count: int) -> NDArray[np.int64]:

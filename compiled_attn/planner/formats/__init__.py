@@ -2,57 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from compiled_attn.planner import Demand
-from compiled_attn.planner.formats import gaudi, sglang, vllm
-from compiled_attn.planner.formats.base import EnginePart, EnginePlan, Limits, Plans
-from compiled_attn.planner.simulator import simulate
-from compiled_attn.planner.simulator.kinds import within
-from compiled_attn.planner.simulator.ladders import SplitPlan
+from compiled_attn.planner.formats import ascend, continuous, gaudi, sizes, tpu
+from compiled_attn.planner.formats.base import EnginePart, Format, of_sizes, thinned
+from compiled_attn.planner.simulator import SimulatedEngine, simulate
 from compiled_attn.workloads import Arrival
 
-__all__ = ["FORMATS", "EnginePart", "EnginePlan", "Format", "Limits", "needs_of", "planned_for"]
-
-
-@dataclass(frozen=True)
-class Format:
-    """The format of an engine.
-
-    Args:
-        package: of the engine.
-        tested: prefixes of the tested versions; empty: only its sources were read.
-        parts: that have buckets, for the engine's limits.
-        write: formats plans as the engine reads them.
-        use: how to pass that text to the engine, as a ``{file}``.
-    """
-
-    package: str
-    tested: tuple[str, ...]
-    parts: Callable[[Limits], list[EnginePart]]
-    write: Callable[[Plans], str]
-    use: str
-
+__all__ = ["FORMATS", "EnginePart", "Format", "needs_of", "thinned"]
 
 FORMATS: Mapping[str, Format] = {
-    "vllm": Format(
-        *vllm.TESTED,
-        vllm.parts,
-        vllm.write,
+    "vllm": of_sizes(
+        "vllm",
+        ("0.32", "0.33"),
+        "tokens",
+        sizes.vllm_sizes,
+        sizes.write_vllm,
         'vllm serve MODEL --compilation-config "$(cat {file})"',
     ),
     "vllm-gaudi": Format(
-        *gaudi.TESTED,
+        "vllm-gaudi",
+        (),  # sources and parser only: the plugin needs Gaudi's own torch
         gaudi.parts,
         gaudi.write,
         "VLLM_BUCKETING_FROM_FILE={file} vllm serve MODEL",
+        beyond="compiles while serving",
     ),
-    "sglang": Format(
-        *sglang.TESTED,
-        sglang.parts,
-        sglang.write,
+    "sglang": of_sizes(
+        "sglang",
+        (),  # sources only: it does not install without a GPU
+        "sequences",
+        sizes.sglang_sizes,
+        sizes.write_sglang,
         "python -m sglang.launch_server --model-path MODEL $(cat {file})",
+    ),
+    "tensorrt-llm": of_sizes(
+        "tensorrt-llm",
+        (),  # sources only: it does not install without a GPU
+        "sequences",
+        sizes.tensorrt_sizes,
+        sizes.write_tensorrt,
+        "trtllm-serve MODEL --config {file}",
+    ),
+    "vllm-ascend": of_sizes(
+        "vllm-ascend",
+        (),  # sources only: the plugin needs Ascend's own torch
+        "tokens",
+        ascend.ascend_sizes,
+        ascend.write_ascend,
+        'vllm serve MODEL --compilation-config "$(cat {file})"',
+        captures=ascend.ascend_captures,
+    ),
+    "tpu-inference": Format(
+        "tpu-inference",
+        (),  # sources only: it needs a TPU
+        tpu.parts,
+        tpu.write,
+        '. {file} && vllm serve MODEL --additional-config "$ADDITIONAL_CONFIG"',
+        beyond="is refused",
+        is_grid=True,
+    ),
+    "transformers": Format(
+        "transformers",
+        ("5.23", "5.24"),
+        continuous.parts,
+        continuous.write,
+        "ContinuousBatchingConfig(**json.load(open('{file}')))",
+        beyond="waits for another step",
     ),
 }
 
@@ -60,24 +77,18 @@ FORMATS: Mapping[str, Format] = {
 def needs_of(
     parts: Sequence[EnginePart],
     arrivals: Sequence[Arrival],
-    limits: Limits,
+    engine: SimulatedEngine,
     *,
     speed: float | None = None,
     concurrency: int | None = None,
 ) -> dict[str, Demand]:
     """Simulate requests within the engine's limits; returns the needs of each part."""
     steps = parts[0].kind.steps
-    found = simulate(arrivals, limits.engine, speed=speed, concurrency=concurrency, steps=steps)
+    found = simulate(arrivals, engine, speed=speed, concurrency=concurrency, steps=steps)
+    for part in parts:
+        if part.kind.name not in found.needs:
+            raise ValueError(
+                f"expected steps of the kind {part.kind.name}, got none: give a trace whose "
+                "requests generate several tokens"
+            )
     return {part.name: part.measure(found.needs[part.kind.name]) for part in parts}
-
-
-def planned_for(part: EnginePart, needs: Demand, max_graphs: int, rho: float | None) -> EnginePlan:
-    """Plan a part for all needs, and evaluate a plan of their first half on the second.
-
-    Raises:
-        ValueError: see `compiled_attn.planner.plan`.
-    """
-    found = SplitPlan(part.kind, needs, part.default, max_graphs, rho, part.order)
-    late, _ = within(found.second, part.kind.axes)
-    theirs, ours = part.judge(part.default, late), found.early.judge(late)
-    return EnginePlan(part, found.whole(), ours, theirs, found.outside)

@@ -15,19 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_attn.engine.scheduler import ScheduledTokens
-from compiled_attn.planner import CostModel, by_size
-from compiled_attn.planner.formats.base import EnginePart, Limits, Plans
-from compiled_attn.planner.simulator.kinds import StepKind, decode, prefill
+from compiled_attn.planner import CostModel, PlanReport, by_size
+from compiled_attn.planner.formats.base import EnginePart
+from compiled_attn.planner.simulator.engine import SimulatedEngine
+from compiled_attn.planner.simulator.kinds import StepKind, step_kind
 from compiled_attn.planner.simulator.simulated_steps import SeparateSteps
 from graphs.buckets.ladders import explicit
-from graphs.buckets.space import Axis, Bucket, BucketSpace
+from graphs.buckets.space import Axis
 
-__all__ = ["TESTED", "decode_ladder", "parts", "prompt_ladder", "spaced", "write"]
-
-TESTED = ("vllm-gaudi", ())  # sources and parser only: the plugin needs Gaudi's own torch
+__all__ = ["decode_ladder", "parts", "prompt_ladder", "write"]
 
 _LONG_CONTEXT = 8192
-_LATE = "compiles while serving"
 _REFERENCES = 3  # of a decode, in multiples of the blocks of the cache
 
 
@@ -40,7 +38,7 @@ class GaudiSteps(SeparateSteps):
         return sum(-(-(part.sequence.computed + part.count) // size) for part in step)
 
 
-def spaced(low: int, step: int, high: int, count: int) -> list[int]:
+def _spaced(low: int, step: int, high: int, count: int) -> list[int]:
     """Return sizes in equal ratios from ``low`` to ``high``, rounded up to multiples of ``step``.
 
     A ladder from 0 or 1 starts with that, followed by ``step``.
@@ -53,94 +51,78 @@ def spaced(low: int, step: int, high: int, count: int) -> list[int]:
     return sorted({low if low in (0, 1) else start, *(min(size, high) for size in sizes)})
 
 
-def decode_ladder(limits: Limits) -> list[tuple[int, int]]:
+def decode_ladder(engine: SimulatedEngine, context: int) -> list[tuple[int, int]]:
     """Return batches and blocks of the default ladder."""
-    most = _max_references(limits)
-    batches = spaced(1, 2, limits.max_seqs, _points(limits.max_seqs))
-    blocks = spaced(1, limits.max_seqs, most, _points(most))
-    return sorted({(n, min(b, n * limits.longest)) for n in batches for b in blocks if n <= b})
+    most = _max_references(engine, context)
+    batches = _spaced(1, 2, engine.max_seqs, _points(engine.max_seqs))
+    blocks = _spaced(1, engine.max_seqs, most, _points(most))
+    longest = math.ceil(context / engine.block_size)
+    return sorted({(n, min(b, n * longest)) for n in batches for b in blocks if n <= b})
 
 
-def prompt_ladder(limits: Limits) -> list[tuple[int, int]]:
+def prompt_ladder(engine: SimulatedEngine, context: int) -> list[tuple[int, int]]:
     """Return tokens of a chunk and blocks of its context of the default ladder.
 
     Both are exponential. From 8,192 tokens of context on, the largest context of the ladder is that
     of a whole chunk, and each shorter chunk has its own, up to the model's context.
     """
-    size, longest = limits.block_size, limits.context
-    queries = spaced(size, size, limits.max_tokens, math.ceil(math.log2(limits.max_tokens)))
-    is_long = longest >= _LONG_CONTEXT
-    most = max(1, (longest - (limits.max_tokens if is_long else size)) // size)
-    contexts = spaced(0, 1, most, 2 if most == 1 else _points(most))
-    found = {(query, context) for query in queries for context in contexts}
+    size = engine.block_size
+    queries = _spaced(size, size, engine.max_tokens, math.ceil(math.log2(engine.max_tokens)))
+    is_long = context >= _LONG_CONTEXT
+    most = max(1, (context - (engine.max_tokens if is_long else size)) // size)
+    contexts = _spaced(0, 1, most, 2 if most == 1 else _points(most))
+    found = {(q, c) for q in queries for c in contexts}
     if is_long:
         found = {(q, c) for q, c in found if c != contexts[-1]}
-        found |= {(query, (longest - query) // size) for query in queries}
-    fits = math.ceil((longest - 1) / size)
-    return sorted((q, c) for q, c in found if 0 <= c <= fits and q <= longest)
+        found |= {(q, (context - q) // size) for q in queries}
+    fits = math.ceil((context - 1) / size)
+    return sorted((q, c) for q, c in found if 0 <= c <= fits and q <= context)
 
 
-def parts(limits: Limits) -> list[EnginePart]:
+def parts(engine: SimulatedEngine, context: int) -> list[EnginePart]:
     """Return prompts, counted in blocks because the cache is written by blocks, and decodes."""
-    size = limits.block_size
-    decodes = decode(limits.engine, limits.context)
-    axes = (decodes.axes[0], Axis("blocks", 1, _max_references(limits)))
-    return [
-        EnginePart(
-            "prompt",
-            _prompts(limits),
-            explicit(["chunk", "context"], [(-(-q // size), c) for q, c in prompt_ladder(limits)]),
-            by_size,
-            _LATE,
-            units=(size, 1),
-        ),
-        EnginePart(
-            "decode",
-            replace(decodes, axes=axes, steps=GaudiSteps),
-            explicit(["sequences", "blocks"], decode_ladder(limits)),
-            by_size,
-            _LATE,
-        ),
-    ]
-
-
-def _prompts(limits: Limits) -> StepKind:
-    size, time = limits.block_size, limits.engine.time
-    contexts = prefill(limits.engine, limits.context).axes[1]
+    size, time = engine.block_size, engine.time
 
     def cost(need: Mapping[str, Any]) -> Any:
         tokens = need["chunk"] * size
         return tokens * (time.token + time.pair * (tokens + size * need["context"]))
 
-    return StepKind(
-        "prefill",
-        (Axis("chunk", 1, math.ceil(limits.max_tokens / size)), contexts),
-        lambda need: (need["chunk"] - 1 + need["context"] - 1) * size < limits.context,
+    prompts, decodes = (step_kind(name, engine, context) for name in ("prefill", "decode"))
+    prompts = StepKind(
+        prompts.name,
+        (Axis("chunk", 1, math.ceil(engine.max_tokens / size)), prompts.axes[1]),
+        lambda need: (need["chunk"] - 1 + need["context"] - 1) * size < context,
         CostModel(cost),
         steps=GaudiSteps,
     )
+    axes = (decodes.axes[0], Axis("blocks", 1, _max_references(engine, context)))
+    decodes = replace(decodes, axes=axes, steps=GaudiSteps)
+    chunks = [(-(-query // size), blocks) for query, blocks in prompt_ladder(engine, context)]
+    batches = decode_ladder(engine, context)
+    return [
+        EnginePart("prompt", prompts, explicit(prompts.names, chunks), by_size, units=(size, 1)),
+        EnginePart("decode", decodes, explicit(decodes.names, batches), by_size),
+    ]
 
 
-def write(plans: Plans) -> str:
+def write(plans: Mapping[str, PlanReport], engine: SimulatedEngine) -> str:
     """Return one tuple per line: batch, query, blocks; prompts first."""
-    size = (plans["prompt"].part.units or (1,))[0]
-    lines = ["# prompts: (batch, query, context blocks)"]
-    lines += [
-        f"(1, {b['chunk'] * size}, {b['context']})" for b in _sorted(plans["prompt"].report.space)
-    ]
-    lines += ["# decodes: (batch, 1, blocks)"]
-    lines += [
-        f"({b['sequences']}, 1, {b['blocks']})" for b in _sorted(plans["decode"].report.space)
-    ]
-    return "\n".join(lines)
+    prompts, decodes = (
+        sorted(bucket.sizes for bucket in plans[name].space) for name in ("prompt", "decode")
+    )
+    return "\n".join(
+        [
+            "# prompts: (batch, query, context blocks)",
+            *(f"(1, {chunk * engine.block_size}, {context})" for chunk, context in prompts),
+            "# decodes: (batch, 1, blocks)",
+            *(f"({sequences}, 1, {blocks})" for sequences, blocks in decodes),
+        ]
+    )
 
 
-def _sorted(space: BucketSpace) -> list[Bucket]:
-    return sorted(space, key=lambda bucket: bucket.sizes)
-
-
-def _max_references(limits: Limits) -> int:
-    return min(limits.longest * limits.max_seqs, _REFERENCES * limits.blocks)
+def _max_references(engine: SimulatedEngine, context: int) -> int:
+    longest = math.ceil(context / engine.block_size)
+    return min(longest * engine.max_seqs, _REFERENCES * engine.blocks)
 
 
 def _points(high: int) -> int:

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.workloads.arrival import Arrival
 
-__all__ = ["BlockKey", "CountedTokens", "SimulatedEngine", "StepTime", "sequences"]
+__all__ = ["CountedTokens", "SimulatedEngine", "StepTime", "sequences"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +68,38 @@ class SimulatedEngine:
             )
 
 
-BlockKey = tuple[int, int]
-
-
 class CountedTokens:
-    """The length of a request; block ``number`` has the key of ``chain`` or a unique one."""
+    """The length of a request whose tokens are all equal within a block.
 
-    __slots__ = ("chain", "index", "length")
+    ``contents`` are those of the blocks that other requests may share.
+    """
 
-    def __init__(self, index: int, length: int, chain: list[BlockKey]) -> None:
-        self.index, self.length, self.chain = index, length, chain
+    __slots__ = ("contents", "index", "length", "size")
+
+    def __init__(self, index: int, length: int, contents: list[int], block_size: int) -> None:
+        self.index, self.length, self.contents, self.size = index, length, contents, block_size
 
     def __len__(self) -> int:
         return self.length
 
-    def key(self, number: int) -> BlockKey:
-        """Return the key of a full block: prompts with a common prefix share keys."""
-        return self.chain[number] if number < len(self.chain) else (-1 - self.index, number)
+    def __getitem__(self, positions: slice) -> NDArray[np.int64]:
+        """Return the tokens of whole blocks."""
+        first, stop = positions.start // self.size, positions.stop // self.size
+        own = [-1 - self.index] * (stop - max(first, len(self.contents)))
+        return np.repeat(np.array(self.contents[first:stop] + own, np.int64), self.size)
 
 
 def sequences(arrivals: Sequence[Arrival], block_size: int) -> Iterator[RequestState]:
     """Yield a request state with `CountedTokens` for each arrival."""
-    nodes: dict[tuple[int, int, int], int] = {}
+    nodes: dict[tuple[int, int, int], int] = {}  # of the tree of prefixes
     for index, arrival in enumerate(arrivals):
-        tokens = CountedTokens(index, arrival.prompt_tokens, _chain(arrival, block_size, nodes))
+        node, chain, size = 0, [], arrival.hash_block
+        for prefix_id in arrival.prefix_ids:
+            node = nodes.setdefault((node, prefix_id, size), len(nodes) + 1)
+            chain.append(node)
+        length = arrival.prompt_tokens
+        covered = min(length, len(chain) * size) // block_size
+        contents = [chain[-(-(at + 1) * block_size // size) - 1] for at in range(covered)]
+        tokens = cast("list[int]", CountedTokens(index, length, contents, block_size))
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens)
-        counted = cast("list[int]", tokens)
-        yield RequestState(index, counted, arrival.prompt_tokens, sampling, 0.0)
-
-
-def _chain(arrival: Arrival, size: int, nodes: dict[tuple[int, int, int], int]) -> list[BlockKey]:
-    """A key for each full block that prefix ids cover."""
-    node, chain, hashed = 0, [], arrival.hash_block
-    for prefix_id in arrival.prefix_ids:
-        node = nodes.setdefault((node, prefix_id, hashed), len(nodes) + 1)
-        chain.append(node)
-    covered = min(arrival.prompt_tokens, len(chain) * hashed)
-    return [(chain[-(-(at + 1) * size // hashed) - 1], at) for at in range(covered // size)]
+        yield RequestState(index, tokens, length, sampling, 0.0)

@@ -13,11 +13,7 @@ from compiled_attn.planner.simulator.engine import SimulatedEngine
 from compiled_attn.planner.simulator.simulated_steps import SeparateSteps, SimulatedSteps
 from graphs.buckets.space import Axis
 
-__all__ = ["KINDS", "StepKind", "decode", "prefill", "step_kind", "within"]
-
-KINDS = ("engine", "table")
-"""Steps of the portable kernel, over (tokens, shared, unique, logits), and of the native one, which
-reads block tables, over (tokens, requests)."""
+__all__ = ["KINDS", "StepKind", "step_kind", "within"]
 
 _USUAL_SHARE = 0.005
 
@@ -63,24 +59,6 @@ class StepKind:
         return Demand(self.names, points, np.append(demand.weights, weight))
 
 
-def step_kind(name: str, engine: SimulatedEngine, context: int) -> StepKind:
-    """Return one of `KINDS` within the limits of an engine.
-
-    Args:
-        name: of the kind.
-        engine: sizes and speed.
-        context: longest prompt plus generation, in tokens.
-
-    Raises:
-        ValueError: an unknown name, or a context below 2.
-    """
-    if name not in KINDS:
-        raise ValueError(f"unknown kind of steps {name!r}; expected one of {', '.join(KINDS)}")
-    if context < 2:
-        raise ValueError(f"expected a context of at least 2 tokens, got {context}: raise it")
-    return _table(engine) if name == "table" else _engine(engine, _longest(engine, context))
-
-
 def within(demand: Demand, axes: Sequence[Axis]) -> tuple[Demand, float]:
     """Return the needs within the axes, in their order, and the share of the others.
 
@@ -98,7 +76,7 @@ def within(demand: Demand, axes: Sequence[Axis]) -> tuple[Demand, float]:
     return fitting, 1 - fitting.total / demand.total
 
 
-def _table(engine: SimulatedEngine) -> StepKind:
+def _table(engine: SimulatedEngine, context: int) -> StepKind:
     return StepKind(
         "table",
         (Axis("tokens", 1, engine.max_tokens), Axis("requests", 1, engine.max_seqs)),
@@ -107,8 +85,8 @@ def _table(engine: SimulatedEngine) -> StepKind:
     )
 
 
-def _engine(engine: SimulatedEngine, longest: int) -> StepKind:
-    time, size = engine.time, engine.block_size
+def _engine(engine: SimulatedEngine, context: int) -> StepKind:
+    time, size, longest = engine.time, engine.block_size, _longest(engine, context)
     contexts = max(1, min(engine.max_seqs, engine.max_tokens // 2))
     axes = (
         Axis("tokens", 1, engine.max_tokens),
@@ -129,8 +107,7 @@ def _engine(engine: SimulatedEngine, longest: int) -> StepKind:
     return StepKind("engine", axes, legal, CostModel(cost), {"shared": longest})
 
 
-def decode(engine: SimulatedEngine, context: int) -> StepKind:
-    """Return decodes, over requests and the distinct blocks that they read."""
+def _decode(engine: SimulatedEngine, context: int) -> StepKind:
     time, longest = engine.time, _longest(engine, context)
     read = time.block_slot * engine.block_size
     return StepKind(
@@ -145,8 +122,7 @@ def decode(engine: SimulatedEngine, context: int) -> StepKind:
     )
 
 
-def prefill(engine: SimulatedEngine, context: int) -> StepKind:
-    """Return prompt chunks, over their tokens and the cached blocks of their context."""
+def _prefill(engine: SimulatedEngine, context: int) -> StepKind:
     time, size = engine.time, engine.block_size
     return StepKind(
         "prefill",
@@ -161,3 +137,33 @@ def prefill(engine: SimulatedEngine, context: int) -> StepKind:
 
 def _longest(engine: SimulatedEngine, context: int) -> int:
     return min(-(-context // engine.block_size), engine.blocks)
+
+
+KINDS: Mapping[str, Callable[[SimulatedEngine, int], StepKind]] = {
+    "engine": _engine,
+    "table": _table,
+    "decode": _decode,
+    "prefill": _prefill,
+}
+"""Steps of the portable kernel, over (tokens, shared, unique, logits); of the native one, which
+reads block tables, over (tokens, requests); and of engines that separate them: decodes, over
+(sequences, distinct blocks that they read), and prompt chunks, over (tokens, cached blocks of their
+context)."""
+
+
+def step_kind(name: str, engine: SimulatedEngine, context: int) -> StepKind:
+    """Return one of `KINDS` within the limits of an engine.
+
+    Args:
+        name: of the kind.
+        engine: sizes and speed.
+        context: longest prompt plus generation, in tokens.
+
+    Raises:
+        ValueError: an unknown name, or a context below 2.
+    """
+    if name not in KINDS:
+        raise ValueError(f"unknown kind of steps {name!r}; expected one of {', '.join(KINDS)}")
+    if context < 2:
+        raise ValueError(f"expected a context of at least 2 tokens, got {context}: raise it")
+    return KINDS[name](engine, context)

@@ -39,6 +39,7 @@ class SplitPlan:
         max_graphs: buckets at most.
         rho: of the guard; None: no guard.
         order: how the engine picks.
+        choose: chooses the buckets, with the arguments of `compiled_attn.planner.plan`.
 
     Attributes:
         fitting: the needs within the axes.
@@ -57,12 +58,13 @@ class SplitPlan:
         max_graphs: int,
         rho: float | None,
         order: PickOrder = by_cost,
+        choose: Callable[..., PlanReport] = plan,
     ) -> None:
-        self.kind, self.ladder, self.order = kind, ladder.with_cost(kind.cost), order
+        self.kind, self.ladder, self.order = kind, ladder, order
         first, self.second = needs.project(kind.names).halves()
         self.fitting, self.outside = within(needs, kind.axes)
         self._plan = partial(
-            plan,
+            choose,
             cost=kind.cost,
             budget=max_graphs,
             axes=kind.axes,
@@ -81,15 +83,32 @@ class SplitPlan:
             return replace(self.early, waste=judged.waste, uses=judged.uses)
         return self._plan(self.kind.with_largest_usual(self.fitting))
 
+    @property
+    def ours(self) -> Judgement:
+        """The plan for the first half on the second."""
+        return self.early.judge(self.second)
+
+    @property
+    def paid(self) -> float:
+        """Cost of the second half in the plan for the first, of the needs within the axes."""
+        fitting = within(self.second, self.kind.axes)[0]
+        own = float(self.kind.cost.of(fitting.names, fitting.points) @ fitting.weights)
+        return own * (1 + self.early.judge(fitting).waste)
+
+    @property
+    def theirs(self) -> Judgement:
+        """The engine's own ladder on the second half."""
+        return self.judge(self.ladder)
+
     def judge(self, space: BucketSpace) -> Judgement:
         """Serve the second half from other buckets by the engine's own rule of picking."""
         return judge(space.with_cost(self.kind.cost), self.second, self.kind.cost, self.order)
 
     def judged(self, max_graphs: int) -> dict[str, Judgement]:
         """Return the results of usual ladders, the engine's own and the plan, by name."""
-        spaces = {**ladders_within(self.kind, max_graphs), "engine's default": self.ladder}
-        found = {name: self.judge(space) for name, space in spaces.items()}
-        return {**found, "fitted plan": self.early.judge(self.second)}
+        usual = ladders_within(self.kind, max_graphs)
+        found = {name: self.judge(space) for name, space in usual.items()}
+        return {**found, "engine's default": self.theirs, "fitted plan": self.ours}
 
 
 def ladders_within(kind: StepKind, max_graphs: int) -> dict[str, BucketSpace]:

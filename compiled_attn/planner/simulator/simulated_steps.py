@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import ClassVar, cast
 
-from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
 from compiled_attn.planner.simulator.engine import CountedTokens, SimulatedEngine
-from compiled_attn.planner.simulator.pool import SimulatedPool
+from compiled_attn.planner.simulator.pool import CountingPool
 
 __all__ = ["SeparateSteps", "SimulatedSteps"]
 
@@ -29,10 +28,8 @@ class SimulatedSteps:
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
-        self.pool = SimulatedPool(engine.blocks, engine.block_size)
-        self.scheduler = self.scheduler_type(
-            cast("BlockPool", self.pool), engine.max_tokens, engine.max_seqs
-        )
+        self.pool = CountingPool(engine.blocks + 1, engine.block_size)
+        self.scheduler = self.scheduler_type(self.pool, engine.max_tokens, engine.max_seqs)
         self.needs: dict[str, list[tuple[int, ...]]] = {name: [] for name in self.axes}
         self.seconds = 0.0
 
@@ -72,7 +69,7 @@ class SimulatedSteps:
                 if not part.needs_logits:
                     once.append(sequence.request_id)
             elif sequence.computed:
-                blocks = pool.tables[sequence.request_id].blocks
+                blocks = pool.table(sequence.request_id).blocks
                 context += blocks[: -(-sequence.computed // pool.block_size)]
         found = pool.counts(context)
         for request_id in once:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.planner import Demand, plan
-from compiled_attn.planner.one_axis import best_sizes
 from graphs import Axis
 from tests.compiled_attn.planner.brute import least_waste, paid
 
@@ -32,32 +30,6 @@ def test_a_maximum_above_all_needs_takes_one_of_the_buckets(needs, high, graphs)
     best = least_waste(demand, (high,), lambda n: n["n"], lambda chosen: True, graphs)
     assert report.waste == pytest.approx(best, abs=1e-9)
     assert report.space.largest.n == high
-
-
-@given(
-    st.lists(st.floats(0, 10), min_size=1, max_size=30),
-    st.lists(st.integers(0, 5), min_size=30, max_size=30),
-    st.integers(1, 31),
-)
-def test_divide_and_conquer_finds_what_the_plain_recurrence_finds(steps, weights, count):
-    prices = np.cumsum(steps)
-    weights = np.array(weights[: len(steps)], float)
-    taken = best_sizes(prices, weights, count)
-    served = taken[np.searchsorted(taken, np.arange(len(prices)))]
-    assert taken[-1] == len(prices) - 1 and len(taken) <= count and (np.diff(taken) > 0).all()
-    assert float(prices[served] @ weights) == pytest.approx(_recurrence(prices, weights, count))
-
-
-def _recurrence(prices, weights, count):
-    total = np.concatenate([[0.0], weights.cumsum()])
-
-    def split(least, j):
-        return [least[i] + prices[j] * (total[j + 1] - total[i + 1]) for i in range(j)]
-
-    least = prices * total[1:]
-    for _ in range(count - 1):
-        least = np.array([min([least[j], *split(least, j)]) for j in range(len(prices))])
-    return least[-1]
 
 
 def test_enough_graphs_for_all_sizes_waste_nothing():

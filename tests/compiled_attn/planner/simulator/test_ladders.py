@@ -23,8 +23,9 @@ def simulated(name: str, kind: str = "chat") -> Demand:
         Arrival(a.arrival_s, 1 + a.prompt_tokens // 16, 1 + a.output_tokens // 8, a.prefix_ids, 32)
         for a in synthetic(kind, 60)
     ]
-    needs = simulate(arrivals, ENGINE, speed=None).needs
-    return within(needs[name], step_kind(name, ENGINE, CONTEXT).axes)[0]
+    kind = step_kind(name, ENGINE, CONTEXT)
+    needs = simulate(arrivals, ENGINE, speed=None, steps=kind.steps).needs
+    return within(needs[name], kind.axes)[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
