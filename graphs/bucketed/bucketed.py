@@ -18,6 +18,8 @@ from graphs.bucketed.axes import ladder_of
 from graphs.bucketed.independence import check_equal
 from graphs.bucketed.padding import Pad
 from graphs.bucketed.variant import BucketedOptions, Variant
+from graphs.buckets.learned import buckets_for
+from graphs.buckets.recorded import RecordedSizes
 from graphs.buckets.space import Bucket, BucketSpace
 from graphs.capture.capture import resolve
 from graphs.capture.contract import Backend
@@ -53,6 +55,8 @@ def bucketed(
     options: Mapping[str, Any] | None = None,
     symbolic: bool | Sequence[str] | None = None,
     check: bool = True,
+    learn: str | Path | None = None,
+    max_graphs: int | None = None,
     order: Order = "largest_first",
     budget_seconds: float | None = None,
     budget_bytes: int | None = None,
@@ -101,6 +105,9 @@ def bucketed(
         symbolic: whether one compile serves all sizes (of these axes); sizes 0 and 1 are compiled
             apart. Default: where the backend can.
         check: whether the warmup compares results through padding with those without.
+        learn: a file that records the sizes of calls (counts only); the next process with it adds
+            buckets where they pad least, never instead of the given ones.
+        max_graphs: buckets at most, with those that were learned; default: twice the given ones.
         order, budget_seconds, budget_bytes, journal: see :class:`graphs.WarmupManager`.
         name: for errors; default: the callable's own name.
         training: refused; here for the reason.
@@ -109,6 +116,7 @@ def bucketed(
 
     Raises:
         BucketedError: ranges, axes or options that do not fit.
+        BucketFileError: `learn` is another file.
         CaptureError: the backend is unknown or does not work here.
     """
     if training:
@@ -124,6 +132,10 @@ def bucketed(
             raise BucketedError(
                 f"there is no axis {axis!r}; expected one of {', '.join(space.names)}"
             )
+    recorded = None
+    if learn is not None:
+        recorded = RecordedSizes(learn, space.names)
+        space = _learned(recorded, space, max_graphs)
     name = name or name_of(function)
     found = resolve(backend, name)
     if symbolic is None or symbolic is True:
@@ -149,7 +161,14 @@ def bucketed(
     if empty := [each for each, values in settings.items() if not values]:
         raise BucketedError(f"discrete: '{empty[0]}' has no values; expected at least one")
     return Bucketed(
-        function, example, given, settings, manager_options, overflow, split or space.names[0]
+        function,
+        example,
+        given,
+        settings,
+        manager_options,
+        overflow,
+        split or space.names[0],
+        recorded,
     )
 
 
@@ -172,6 +191,7 @@ class Bucketed(nn.Module):
         manager_options: Mapping[str, Any],
         overflow: Overflow,
         split: str,
+        recorded: RecordedSizes | None,
     ) -> None:
         super().__init__()
         self.function = function
@@ -182,6 +202,7 @@ class Bucketed(nn.Module):
         self._discrete = discrete
         self._manager_options = manager_options
         self._overflow, self._split = overflow, split
+        self._recorded = recorded
         self._defaults = _defaults(function, discrete)
         self._members: dict[Any, tuple[Variant, WarmupManager]] = {}
         self._only: tuple[Variant, WarmupManager] | None = None
@@ -271,7 +292,9 @@ class Bucketed(nn.Module):
         return self(*args, **kwargs)
 
     def close(self) -> None:
-        """Free all graphs and buffers. A later warmup captures them again."""
+        """Free all graphs and buffers, and write recorded sizes. A later warmup captures again."""
+        if self._recorded is not None:
+            self._recorded.close()
         for variant, manager in self._members.values():
             variant.forget_plans()
             manager.close()
@@ -372,6 +395,8 @@ class Bucketed(nn.Module):
             except BucketOverflow as overflow:
                 return self._overflown(variant, manager, leaves, sizes, overflow)
             plan = variant.add_plan(leaves, sizes, bucket, manager.graph(bucket))
+        if self._recorded is not None:
+            self._recorded.add(plan.sizes)
         manager.count(plan.bucket)
         return plan.run(leaves)
 
@@ -465,6 +490,13 @@ def _space(buckets: BucketSpace | None, ranges: Mapping[str, Any]) -> BucketSpac
     if buckets is not None:
         return buckets
     return functools.reduce(operator.mul, (ladder_of(*each) for each in ranges.items()))
+
+
+def _learned(recorded: RecordedSizes, space: BucketSpace, most: int | None) -> BucketSpace:
+    try:
+        return buckets_for(recorded.counts, space, 2 * len(space) if most is None else most)
+    except ValueError as error:
+        raise BucketedError(f"learn: {error}") from None
 
 
 def _fresh(backend: Backend) -> dict[str, Any]:

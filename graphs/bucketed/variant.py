@@ -348,6 +348,7 @@ class Plan:
         graph: CapturedGraph,
     ) -> None:
         self.bucket = bucket
+        self.sizes = tuple(sizes[axis] for axis in bucket.names)
         self._variant = variant
         self._graph = graph
         self.check = InputsCheck(variant.module, leaves)

@@ -450,3 +450,23 @@ def test_several_modules_share_one_budget(monkeypatch):
     assert "budget of" in report.skipped[0].error
     with pytest.raises(ValueError, match="budget_bytes is -1"):
         graphs.WarmupGroup(one, budget_bytes=-1)
+
+
+def test_sizes_of_calls_are_learned_for_the_next_start(tmp_path):
+    file = tmp_path / "sizes.jsonl"
+    options = {"rows": (1, 64), "learn": file, "max_graphs": 8}
+    first = rows_of(identity, **options)
+    assert len(first.warmup().captured) == 7
+    for _ in range(9):
+        first(torch.randn(37, 4))
+    first.close()
+    second = rows_of(identity, **options)
+    second.warmup()
+    x = torch.randn(37, 4)
+    assert torch.equal(second(x), x)
+    assert second.hits[graphs.Bucket(rows=37)] == 1
+    assert torch.equal(second(x.repeat(2, 1)[:64]), x.repeat(2, 1)[:64])  # the ladder stays
+    with pytest.raises(BucketedError, match="learn: expected max_graphs of at least the 7"):
+        rows_of(identity, **options | {"max_graphs": 3})
+    with pytest.raises(graphs.BucketFileError, match="expected sizes of columns"):
+        graphs.bucketed(identity, (x,), columns=(1, 4), learn=file)
