@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from graphs.bucketed.bucketed import Bucketed as Bucketed
     from graphs.bucketed.bucketed import bucketed as bucketed
+    from graphs.bucketed.wrapped import Bucketed as Bucketed
     from graphs.buckets.file import from_file as from_file
     from graphs.buckets.file import to_file as to_file
     from graphs.buckets.ladders import explicit as explicit
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from graphs.watch.explain import explain as explain
 
 _MODULES = {
-    "bucketed.bucketed": "Bucketed bucketed",
+    "bucketed.bucketed": "bucketed",
+    "bucketed.wrapped": "Bucketed",
     "buckets.file": "from_file to_file",
     "buckets.ladders": "explicit exponential linear",
     "buckets.space": "Axis Bucket BucketSpace",

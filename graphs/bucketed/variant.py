@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +12,14 @@ from torch import Tensor, nn
 from graphs.bucketed.axes import InputAxes
 from graphs.bucketed.independence import check_equal, cut_outputs, mixing_module
 from graphs.bucketed.outputs import Run, find_cuts
-from graphs.bucketed.padding import Pad, PadTail, padded_copy, pads_of, tails_of
-from graphs.buckets.space import Bucket, BucketSpace
-from graphs.capture.capture import CapturedGraph
-from graphs.capture.inputs import InputsCheck, InputSpec
+from graphs.bucketed.padding import Pad, padded_copy, pads_of
+from graphs.bucketed.plan import Plans, Rules
+from graphs.buckets.space import BucketSpace
+from graphs.capture.inputs import InputSpec
 from graphs.capture.structure import CallStructure, FlatCall, Structure
 from graphs.errors import BucketedError, InputMismatch
-from graphs.torch_internals.foreach import copy_all
 
 __all__ = ["BucketedOptions", "Variant"]
-
-_MOST_PLANS = 4096
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,7 @@ class Variant:
 
     Attributes:
         module: the callable with flat inputs and outputs, to capture.
+        plans: of the calls so far.
 
     Raises:
         BucketedError: axes, outputs or padding do not fit.
@@ -101,10 +98,19 @@ class Variant:
         ]
         self._try_eagerly(self._call)
         self.module = _FlatOutputs(self._call, self._outputs, self._tensors)
-        self._plans: dict[Any, Plan] = {}
-        self._buffers: dict[int, Tensor] = {}
-        self._last: Plan | None = None
-        self._lock = threading.Lock()
+        self.plans = Plans(
+            Rules(
+                options.name,
+                self.module,
+                self._dims,
+                self._pads,
+                self._written,
+                [cut for cut in self._follows if cut.axis not in options.exact],
+                self._tensors,
+                self._constants,
+                self._aliases,
+            )
+        )
 
     def inputs_at(self, sizes: Mapping[str, int]) -> list[Any]:
         """Make flat inputs of other sizes, from the example."""
@@ -141,7 +147,6 @@ class Variant:
                     )
                 runs.append(Run(sizes, result))
         self._follows = find_cuts(self._outputs.names, runs, self._options.outputs)
-        self._cuts = [cut for cut in self._follows if cut.axis not in self._options.exact]
         bucket = {axis: sizes[min(1, len(sizes) - 1)] for axis, sizes in tried.items()}
         self._check_padding(call, low, bucket, leaves)
 
@@ -196,6 +201,7 @@ class Variant:
         bucket = {axis: low[axis] if axis in exact else size for axis, size in bucket.items()}
         if not self._options.check or bucket == low:
             return
+        cuts = [cut for cut in self._follows if cut.axis not in exact]
         padded = self._padded(self.inputs_at(low), bucket)
         outputs = self._outputs.take(self._eager(call, bucket, padded))
         assert outputs is not None  # the structure at these sizes was compared
@@ -208,7 +214,7 @@ class Variant:
                     lambda: call(*self._padded(self.inputs_at(low), bucket)),
                 )
 
-        check_equal(self._outputs.names, cut_outputs(outputs, self._cuts, low), expected, why)
+        check_equal(self._outputs.names, cut_outputs(outputs, cuts, low), expected, why)
 
     def _padded(self, inputs: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
         padded = [*inputs]
@@ -278,14 +284,6 @@ class Variant:
         }
         yield from (between, low)
 
-    def find_plan(self, leaves: Sequence[Any]) -> Plan | None:
-        """Return the plan of earlier inputs with the same layouts, or None."""
-        last = self._last
-        if last is not None and last.fits(*leaves):
-            return last
-        plan = self._plans.get(_layout(leaves))
-        return plan if plan is not None and plan.check.mismatch(leaves) is None else None
-
     def sizes(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Check flat inputs against the example, and return the size of each axis.
 
@@ -305,130 +303,6 @@ class Variant:
                 raise InputMismatch(self._options.name, difference)
         return sizes
 
-    def add_plan(
-        self, leaves: Sequence[Any], sizes: Mapping[str, int], bucket: Bucket, graph: CapturedGraph
-    ) -> Plan:
-        """Make and remember the plan of inputs of some sizes, which go to a bucket."""
-        with self._lock:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            plan = Plan(self, leaves, sizes, bucket, graph)
-            self._plans[_layout(leaves)] = plan
-            return plan
-
-    def forget_plans(self) -> None:
-        """Release buffers and graphs."""
-        with self._lock:
-            self._plans.clear()
-            self._buffers.clear()
-            self._last = None
-
-    def _buffer(self, index: int, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """A buffer for an input, in memory that all buckets share."""
-        count = 1
-        for size in shape:
-            count *= size
-        memory = self._buffers.get(index)
-        if memory is None or memory.numel() < count:
-            with torch.inference_mode(False):
-                memory = torch.empty(count, dtype=like.dtype, device=like.device)
-            self._buffers[index] = memory
-        return memory[:count].view(*shape)
-
-
-class Plan:
-    """How inputs of one layout are padded into a bucket, and its outputs cut."""
-
-    def __init__(
-        self,
-        variant: Variant,
-        leaves: Sequence[Any],
-        sizes: Mapping[str, int],
-        bucket: Bucket,
-        graph: CapturedGraph,
-    ) -> None:
-        self.bucket = bucket
-        self.sizes = tuple(sizes[axis] for axis in bucket.names)
-        self._variant = variant
-        self._graph = graph
-        self.check = InputsCheck(variant.module, leaves)
-        self.fits = self.check.fits
-        self._inputs: list[Any] = [*leaves]
-        self._direct: list[int] = []
-        self._copied: list[int] = []
-        self._targets: list[Tensor] = []
-        self._constant_tails: list[PadTail] = []
-        self._repeated_tails: list[PadTail] = []
-        statics = iter(graph.static_inputs)
-        for index, value in enumerate(leaves):
-            if isinstance(value, Tensor):
-                self._add(index, value, next(statics, None), bucket)
-        self._inputs = [
-            None if index in self._direct else each for index, each in enumerate(self._inputs)
-        ]
-        self._cuts = [
-            (variant._tensors.index(cut.output), cut.dim, size)
-            for cut in variant._cuts
-            if (size := cut.size_at(sizes)) != cut.size_at(bucket)
-        ]
-        self._copies = [variant._tensors.index(index) for index in variant._aliases]
-
-    def _add(self, index: int, value: Tensor, static: Tensor | None, bucket: Bucket) -> None:
-        variant, spec = self._variant, self._graph.input_specs[index]
-        dims = variant._dims.get(index, {})
-        fits = tuple(value.shape) == spec.shape and value.stride() == spec.stride
-        if fits and not value.is_inference():
-            self._direct.append(index)
-            return
-        if index in variant._written:
-            raise InputMismatch(
-                variant._options.name,
-                f"'{spec.name}' is written in place and has strides {value.stride()}, captured "
-                f"{spec.stride}: pass it with these",
-            )
-        assert spec.shape is not None
-        buffer = static
-        if buffer is None:
-            buffer = variant._buffer(index, value, spec.shape)
-        sizes = {dim: value.shape[dim] for dim in dims}
-        real, tails = tails_of(buffer, sizes, variant._pads.get(index, 0))
-        self._copied.append(index)
-        self._targets.append(real)
-        self._inputs[index] = buffer
-        for tail in tails:
-            (self._constant_tails if tail.is_constant else self._repeated_tails).append(tail)
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Pad, run the graph, cut; returns flat outputs."""
-        variant = self._variant
-        inputs = self._inputs.copy()
-        for index in self._direct:
-            inputs[index] = leaves[index]
-        with variant._lock:
-            if self._targets:
-                if variant._last is not self:
-                    for tail in self._constant_tails:
-                        tail.fill()
-                copy_all(self._targets, [leaves[index] for index in self._copied])
-                for tail in self._repeated_tails:
-                    tail.fill()
-            variant._last = self
-            outputs = self._graph.run(*inputs)
-        if self._copies or self._cuts:
-            outputs = [*outputs]
-            for index in self._copies:
-                outputs[index] = outputs[index].clone()
-            for index, dim, size in self._cuts:
-                outputs[index] = outputs[index].narrow(dim, 0, size)
-        constants = variant._constants
-        if len(constants) > len(outputs):
-            tensors = iter(outputs)
-            outputs = [
-                next(tensors) if index in variant._tensors else constant
-                for index, constant in enumerate(constants)
-            ]
-        return outputs
-
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) else 0
@@ -436,14 +310,6 @@ def _version(value: Any) -> int:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _layout(leaves: Sequence[Any]) -> Any:
-    return tuple(
-        (each.shape, each.stride(), each.is_inference())
-        for each in leaves
-        if isinstance(each, Tensor)
-    )
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

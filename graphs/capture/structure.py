@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphs.capture.inputs import Input, check_inputs, variants_of
+from graphs.capture.inputs import Input, check_inputs, parameter_names, variants_of
 from graphs.errors import InputMismatch
 from graphs.torch_internals.pytrees import container_of
 
@@ -140,8 +140,9 @@ class CallStructure(Structure):
         if len(inputs) < len(args) + len(kwargs):
             raise TypeError(f"input '{next(k for k in keys if k in kwargs)}' is passed twice")
         self._conditions.append(f"len(value) == {len(inputs)}")
+        unnamed = parameter_names(function, len(args))
         built = [
-            self._add(each, f"input {key}" if isinstance(key, int) else key, f"value[{key!r}]")
+            self._add(each, unnamed[key] if isinstance(key, int) else key, f"value[{key!r}]")
             for key, each in inputs.items()
         ]
         named = zip([*inputs][len(args) :], built[len(args) :], strict=True)

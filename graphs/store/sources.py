@@ -20,8 +20,9 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from graphs.files import short_digest
+from graphs.store.functions import code_of, has_code_of_file
 from graphs.store.modules import file_of, imports_in, is_own, loaded, version_of
-from graphs.store.values import code_of, digest_of_globals, modules_used_by
+from graphs.store.values import digest_of_globals, modules_used_by
 
 __all__ = ["CodeDigests"]
 
@@ -132,8 +133,9 @@ def _reachable(names: frozenset[str]) -> tuple[dict[str, str], frozenset[str]]:
 
 def _if_edited(name: str, time_ns: int) -> str:
     """The code of a module that was loaded from a file that may have been edited since."""
-    module = loaded([name]) if time_ns > _STARTED else {}
-    return f" loaded as {code_of(module[name])}" if module else ""
+    module = loaded([name]).get(name) if time_ns > _STARTED else None
+    # A file that was written just before the process started looks the same.
+    return "" if module is None or has_code_of_file(module) else f" loaded as {code_of(module)}"
 
 
 @functools.lru_cache(maxsize=64)

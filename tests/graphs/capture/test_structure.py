@@ -140,7 +140,7 @@ def test_a_variable_number_of_inputs_has_numbers():
     assert torch.equal(
         FlatCall(total, structure.names, structure.build)(*leaves), torch.full([2], 4.0)
     )
-    with pytest.raises(InputMismatch, match="'input 2' is unknown"):
+    with pytest.raises(InputMismatch, match=r"'parts\[2\]' is unknown"):
         structure.flatten((*args, args[0]), {"factor": [2.0]}, "total")
 
 
