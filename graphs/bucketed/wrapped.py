@@ -283,7 +283,8 @@ class Bucketed(nn.Module):
             return variant.run_eagerly(leaves)
         most = max(bucket[self._split] for bucket in manager.buckets)
         if self._overflow != "split" or sizes[self._split] <= most:
-            raise overflow
+            remedy = overflow.remedy or "pass smaller inputs, widen the ranges, or choose overflow="
+            raise BucketOverflow(sizes, overflow.largest, remedy) from None
         self.fallbacks += 1
         self._log_once(f"is split along '{self._split}', since no bucket holds it", shown)
         parts = [
