@@ -73,7 +73,7 @@ class GraphBudgetExceeded(RuntimeError):
 
 
 class BucketOverflow(ValueError):
-    """No bucket holds a need; attributes: `need`, the `largest` bucket, and the `remedy` if given."""
+    """No bucket holds a need; attributes: `need`, `largest` bucket, and `remedy` if given."""
 
     def __init__(
         self, need: Mapping[str, int], largest: Mapping[str, int], remedy: str = ""
