@@ -14,7 +14,7 @@ __all__ = [
     "code_text",
     "function_in",
     "functions_of",
-    "has_code_of_file",
+    "is_code_of",
     "names_of",
 ]
 
@@ -24,16 +24,16 @@ def code_of(module: ModuleType) -> str:
     return short_digest("\n".join(code_text(each.__code__) for each in functions_of(module)))
 
 
-def has_code_of_file(module: ModuleType) -> bool:
-    """Whether all functions that a module defines are in its source file as it is now."""
-    file = str(getattr(module, "__file__", ""))
+def is_code_of(module: ModuleType, file: Path) -> bool:
+    """Whether all functions that a module defines are in a source file as it is now."""
     try:
-        code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+        code = compile(file.read_bytes(), file, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError):
         return False
     texts = {code_text(each) for each in _codes_in(code)}
-    own = (each.__code__ for each in functions_of(module) if each.__code__.co_filename == file)
-    return all(code_text(each) in texts for each in own)
+    own = str(getattr(module, "__file__", ""))
+    codes = (each.__code__ for each in functions_of(module) if each.__code__.co_filename == own)
+    return all(code_text(each) in texts for each in codes)
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
