@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from graphs.bucketed.bucketed import bucketed as bucketed
+    from graphs.bucketed.wrapped import Bucketed as Bucketed
     from graphs.buckets.file import from_file as from_file
     from graphs.buckets.file import to_file as to_file
     from graphs.buckets.ladders import explicit as explicit
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from graphs.capture.capture import CapturedGraph as CapturedGraph
     from graphs.capture.capture import available_backends as available_backends
     from graphs.capture.capture import capture as capture
+    from graphs.errors import BucketedError as BucketedError
     from graphs.errors import BucketFileError as BucketFileError
     from graphs.errors import BucketOverflow as BucketOverflow
     from graphs.errors import CaptureError as CaptureError
@@ -52,11 +55,13 @@ if TYPE_CHECKING:
     from graphs.watch.explain import explain as explain
 
 _MODULES = {
+    "bucketed.bucketed": "bucketed",
+    "bucketed.wrapped": "Bucketed",
     "buckets.file": "from_file to_file",
     "buckets.ladders": "explicit exponential linear",
     "buckets.space": "Axis Bucket BucketSpace",
     "capture.capture": "CapturedGraph available_backends capture",
-    "errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
+    "errors": "BucketFileError BucketOverflow BucketedError CaptureError GraphBudgetExceeded "
     "InputMismatch JournalError ModeMismatch StaleGraph",
     "torch_internals.catalog": "torch_features",
     "warmup.group": "WarmupGroup",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketFileError",
     "BucketOverflow",
+    "BucketedError",
     "CaptureError",
     "GraphBudgetExceeded",
     "InputMismatch",
@@ -72,16 +73,20 @@ class GraphBudgetExceeded(RuntimeError):
 
 
 class BucketOverflow(ValueError):
-    """No bucket holds a need; `need` and the `largest` bucket are attributes."""
+    """No bucket holds a need; attributes: `need`, `largest` bucket, and `remedy` if given."""
 
     def __init__(
         self, need: Mapping[str, int], largest: Mapping[str, int], remedy: str = ""
     ) -> None:
         self.need = dict(need)
-        self.largest = largest
+        self.largest, self.remedy = largest, remedy
         sizes = " ".join(f"{name}={size}" for name, size in need.items())
         remedy = remedy or "cut the step into smaller ones, or add a larger bucket"
         super().__init__(f"need {sizes} fits no bucket, the largest is {largest}; {remedy}")
+
+
+class BucketedError(ValueError):
+    """A callable cannot run in buckets as asked for: its axes, outputs or padding do not fit."""
 
 
 class BucketFileError(ValueError):

@@ -250,7 +250,8 @@ class PlanOptions(ServingOptions):
     requests: int | None = option(None, "Requests to read; by default all.", min=1)
     format: str | None = option(
         None,
-        "Plan for another engine, and write what it reads: vllm, vllm-gaudi or sglang.",
+        "Plan for another engine, and write what it reads: vllm, vllm-gaudi, sglang, tensorrt-llm, "
+        "vllm-ascend, tpu-inference or transformers.",
         metavar="ENGINE",
         panel=_RESULT,
     )
@@ -260,6 +261,22 @@ class PlanOptions(ServingOptions):
         "that of the demand.",
         min=2,
         panel=_ENGINE,
+    )
+    layers: int | None = option(
+        None,
+        "Hidden layers of the model, for --format vllm-ascend, where each takes a stream.",
+        min=1,
+        panel=_ENGINE,
+    )
+    comm_groups: int = option(
+        0,
+        "Communication groups, likewise: one each for tensor and data parallel ranks.",
+        min=0,
+        max=2,
+        panel=_ENGINE,
+    )
+    streams: int = option(
+        1800, "Streams of the device for captures, likewise.", min=1, panel=_ENGINE
     )
     max_graphs: int = option(24, "Buckets at most.", metavar="K", min=1, max=1000, panel=_RESULT)
     rho: float = option(

@@ -13,7 +13,7 @@ from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.cli.options import PlanOptions
 from compiled_attn.contrib.versions import is_tested, listed
 from compiled_attn.planner import Demand
-from compiled_attn.planner.formats import FORMATS, EnginePart, Format, needs_of
+from compiled_attn.planner.formats import FORMATS, EnginePart, Format, needs_of, thinned
 from compiled_attn.planner.simulator import SimulatedEngine
 from compiled_attn.planner.simulator.ladders import SplitPlan
 from compiled_attn.workloads import read_trace
@@ -34,7 +34,8 @@ def run_plan_for(options: PlanOptions) -> int:
         raise UserError("expected --trace, and no --demand, with --format: give a trace")
     with bad_input():
         engine, context, needs = _needs(options, options.trace, format)
-        plans = _plans(options, format.parts(engine, context), needs)
+        parts, most = _within_captures(options, format, format.parts(engine, context))
+        plans = format.plans(parts, needs, most, options.rho or None)
         reports = {name: each.whole() for name, each in plans.items()}
         text = format.write(reports, engine)
     _print(options, plans, format.beyond)
@@ -67,22 +68,22 @@ def _needs(
     return engine, context, needs
 
 
-def _plans(
-    options: PlanOptions, parts: list[EnginePart], needs: dict[str, Demand]
-) -> dict[str, SplitPlan]:
-    """A plan of each part; they share the graphs in proportion to the engine's own ladders."""
-    whole = sum(len(part.default) for part in parts)
-    if options.max_graphs < len(parts):
+def _within_captures(
+    options: PlanOptions, format: Format, parts: list[EnginePart]
+) -> tuple[list[EnginePart], int]:
+    """The parts, with ladders that the device can capture, and how many graphs it can."""
+    if format.captures is None:
+        if options.layers is not None:
+            raise UserError(f"expected no --layers with --format {options.format}: leave it out")
+        return parts, options.max_graphs
+    if options.layers is None:
         raise UserError(
-            f"expected --max-graphs of at least {len(parts)}: one for each kind of step"
+            f"expected --layers with --format {options.format}: how many buckets its device can "
+            "capture depends on the model's hidden layers"
         )
-    plans, left = {}, options.max_graphs
-    for number, part in enumerate(parts):
-        share = max(1, round(options.max_graphs * len(part.default) / whole))
-        count = left if number == len(parts) - 1 else min(share, left - (len(parts) - 1 - number))
-        left -= count
-        plans[part.name] = part.plan(needs[part.name], count, options.rho or None)
-    return plans
+    most = format.captures(options.layers, options.comm_groups, options.streams)
+    print(f"streams for {most} sizes: {options.layers} layers, {options.comm_groups} groups")
+    return [thinned(part, most) for part in parts], min(most, options.max_graphs)
 
 
 def _print(options: PlanOptions, plans: dict[str, SplitPlan], beyond: str) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from compiled_attn.cli.errors import UserError
-from compiled_attn.engine.graph_store import STORED, default_store, open_store
+from compiled_attn.engine.graph_store import default_store
 from graphs.capture.contract import Backend
+from graphs.store.graph_store import STORED, open_store
 
 __all__ = ["default_store", "stored_backend"]
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from compiled_attn.engine.config import ConfigError
-from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.capture.contract import Backend
-from graphs.store import (
-    ArtifactStore,
-    InductorCache,
-    StoredAoti,
-    StoredInductor,
-    environment_factors,
-)
 from graphs.store.cache_folder import cache_folder
+from graphs.store.graph_store import STORED, GraphStore, open_store
 
-__all__ = ["STORED", "GraphStore", "default_store", "open_store", "store_of"]
-
-STORED = ("inductor", "aoti", "cudagraph")
-"""Backends whose graphs can be stored."""
+__all__ = ["default_store", "store_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,49 +22,6 @@ def default_store() -> Path:
         StoreError: the user's home is unknown.
     """
     return cache_folder("compiled-attn")
-
-
-@dataclass(frozen=True)
-class GraphStore:
-    """A backend, and the compile cache of inductor in its store."""
-
-    backend: str | Backend
-    cache: InductorCache | None = None
-
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Makes inductor compile into the store; restores the environment afterwards."""
-        variables = {} if self.cache is None else self.cache.environment
-        before = {name: os.environ.get(name) for name in variables}
-        try:
-            os.environ.update(variables)
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-    def close(self) -> None:
-        """Allows other processes to clean the cache."""
-        if self.cache is not None:
-            self.cache.__exit__()
-
-
-def open_store(backend: str, folder: Path) -> GraphStore:
-    """Opens the store in a folder for a backend.
-
-    Raises:
-        OSError, StoreError: the folder cannot be used.
-    """
-    store = ArtifactStore(folder)
-    if backend == "aoti":
-        return GraphStore(StoredAoti(store))
-    cache = store.inductor_cache(environment_factors()).__enter__()
-    inductor = StoredInductor(store, cache.seal)
-    stored = CudaGraphBackend(inductor=inductor) if backend == "cudagraph" else inductor
-    return GraphStore(stored, cache)
 
 
 def store_of(backend: str | Backend, store: bool | str | Path | None) -> GraphStore:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.planner.demand import Floats, Points
+from graphs.buckets.learned import dominates
 
 __all__ = ["CostOf", "PickOrder", "by_cost", "by_size", "dominates", "picks"]
 
@@ -27,14 +28,6 @@ def by_size(buckets: Points, cost: CostOf) -> Floats:
     ranks = np.empty(len(buckets))
     ranks[np.lexsort(buckets.T[::-1])] = np.arange(len(buckets))
     return ranks
-
-
-def dominates(buckets: Points, points: Points) -> NDArray[np.bool_]:
-    """Return a mask ``[buckets, points]``: which bucket is at least as large on every axis."""
-    found = buckets[:, None, 0] >= points[None, :, 0]
-    for axis in range(1, points.shape[1]):
-        found &= buckets[:, None, axis] >= points[None, :, axis]
-    return found
 
 
 def picks(buckets: Points, ranks: Floats, points: Points) -> NDArray[np.int64]:

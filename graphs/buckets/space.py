@@ -207,6 +207,12 @@ class BucketSpace:
         """Return the same buckets, picked by `cost(bucket)`, which should grow with every axis."""
         return BucketSpace(self.axes, self._buckets, cost)
 
+    def with_buckets(
+        self, more: Iterable[Bucket | Mapping[str, int] | Sequence[int]]
+    ) -> BucketSpace:
+        """Return the space with more buckets, and the same axes and cost."""
+        return BucketSpace(self.axes, [*self._buckets, *more], self._cost)
+
     def where(self, legal: Callable[[Bucket], bool]) -> BucketSpace:
         """Drop the buckets that no legal need can reach.
 

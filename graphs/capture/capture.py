@@ -7,7 +7,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,9 +18,10 @@ from graphs.backends import BACKENDS
 from graphs.capture.contract import Backend, CaptureSpec, Job
 from graphs.capture.frozen import Frozen
 from graphs.capture.input_overlaps import InputOverlaps
-from graphs.capture.inputs import Input, InputsCheck, InputSpec, check_inputs, name_of
+from graphs.capture.inputs import Input, InputsCheck, InputSpec, name_of
 from graphs.capture.memory import bytes_in_use
 from graphs.capture.settings import Settings
+from graphs.capture.structure import CallStructure, as_call, by_position, flat_call
 from graphs.errors import CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.watch.compiles import note_capture
 
@@ -50,7 +51,8 @@ class CapturedGraph:
             least 0.
         static_inputs: tensors at fixed addresses to fill in place; empty where the backend has
             none.
-        input_specs: name, shape, dtype, device and stride of each input, or its constant.
+        input_specs: name, shape, dtype, device and stride of each input, or its constant; nested
+            inputs are flat here, with names such as ``cache['k'][0]``.
         settings: the settings of torch that it was captured under and has to run under.
         is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
         shared_as: name of the compiled graph, where captures of other sizes share it, else empty.
@@ -68,6 +70,7 @@ class CapturedGraph:
         seconds: float,
         bytes: int,
         overlaps: InputOverlaps | None = None,
+        structure: CallStructure | None = None,
     ) -> None:
         self.name = spec.name
         self.backend = spec.backend.name
@@ -84,30 +87,39 @@ class CapturedGraph:
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
         self._overlaps = overlaps
+        self._structure = structure
         self._holds = _holds_of(frozen, inputs, settings)
         if overlaps is not None:
             fits, apart = self._holds, overlaps.hold
             self._holds = lambda values: fits(values) and apart(values)
         self._call = frozen.direct.run if frozen.direct else frozen.run
 
-    def run(self, *inputs: Input) -> Any:
+    def run(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the graph on inputs like its examples, and return what the callable returns.
 
         Raises:
-            InputMismatch: an input differs in shape, dtype, device, stride or constant; or it
-                overlaps another tensor in memory that it did not overlap at the capture, and the
+            InputMismatch: an input differs in shape, dtype, device, stride, constant or nesting; or
+                it overlaps another tensor in memory that it did not overlap at the capture, and the
                 graph writes to one of them. The graph did not run.
             ModeMismatch: grad mode, threads or another setting differs; the graph did not run.
             StaleGraph: something else that it depends on has changed, such as a global; the graph
                 did not run.
             CaptureError: it is closed.
         """
+        if keywords or self._structure is not None:
+            inputs = self._flat(inputs, keywords)
         call = self._call if self._holds(inputs) else self._slow_path(inputs)
         try:
             return call(*inputs)
         except Exception as error:
             self._refuse_if_stale(error)
             raise
+
+    def _flat(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Input, ...]:
+        if self._structure is not None:
+            return self._structure.flatten(inputs, keywords, self.name)
+        names = [spec.name for spec in self.input_specs]
+        return by_position(names, inputs, keywords, self.name)
 
     def _slow_path(self, inputs: tuple[Input, ...]) -> Callable[..., Any]:
         """Raise what differs; if nothing does, return the run with the backend's own checks."""
@@ -168,7 +180,7 @@ def _holds_of(
 
 def capture(
     callable: Callable[..., Any],
-    example_inputs: Sequence[Input],
+    example_inputs: Sequence[Any] | Mapping[str, Any],
     *,
     backend: str | Backend | CaptureSpec = "inductor",
     name: str | None = None,
@@ -181,8 +193,11 @@ def capture(
     other :class:`~graphs.capture.settings.Settings` of this moment become part of the graph.
 
     Args:
-        callable: takes its inputs by position.
-        example_inputs: tensors, None and plain constants; the latter are captured with their value.
+        callable: takes the inputs.
+        example_inputs: by position (a tuple or list) or by keyword (a dict): tensors, None, plain
+            constants, which are captured with their value, and containers of these: dicts, lists,
+            tuples and classes registered with torch, such as a dataclass by
+            `torch.export.register_dataclass`.
         backend: a name out of :func:`available_backends`, a backend object, or a
             :class:`~graphs.capture.contract.CaptureSpec`.
         name: for errors; default: the callable's own name.
@@ -193,30 +208,32 @@ def capture(
         CaptureError: unknown or unavailable backend, a graph break (with the user's line), a
             failing callable.
         GraphBudgetExceeded: a strict :class:`~graphs.watch.compiles.no_compile` is armed.
-        TypeError: the inputs are not a tuple or list, one of them is neither a tensor nor a plain
-            constant, or the backend does not know an option. Nothing ran.
+        TypeError: the inputs are not a tuple, list or dict, one of them is of an unknown class, or
+            the backend does not know an option. Nothing ran.
         ValueError: `warm_runs` is below 1.
     """
-    check_inputs(example_inputs, "example_inputs")
     if of_many := {"symbolic", "strict"} & options.keys():
         raise TypeError(
             f"unknown option {min(of_many)!r}; it is of a WarmupManager, which captures many "
             "buckets: leave it out"
         )
     spec = spec_of(callable, backend, name or "", **options)
-    inputs = InputsCheck(callable, example_inputs)
+    args, kwargs = as_call(example_inputs, "example_inputs")
+    function, examples, structure = flat_call(callable, args, kwargs)
+    inputs = InputsCheck(function, examples)
     note_capture(spec.name)
     settings = Settings.current()
-    devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
+    devices = {value.device for value in examples if isinstance(value, Tensor)}
     before, start = bytes_in_use(devices), time.perf_counter()
     with collection_paused:
-        frozen = spec.backend.capture(Job(callable, example_inputs, spec))
+        frozen = spec.backend.capture(Job(function, examples, spec))
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
     overlaps = None
     if frozen.written is None or frozen.written:
-        overlaps = InputOverlaps(callable, example_inputs, frozen.written)
-    return CapturedGraph(spec, frozen, inputs, settings, seconds, max(0, grown), overlaps)
+        overlaps = InputOverlaps(function, examples, frozen.written)
+    size = max(0, grown)
+    return CapturedGraph(spec, frozen, inputs, settings, seconds, size, overlaps, structure)
 
 
 def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:

@@ -37,20 +37,19 @@ Input: TypeAlias = Tensor | bool | int | float | str | None
 
 
 class NotInputs(TypeError):
-    """The inputs are not a tuple or list, so they cannot be passed by position."""
+    """The inputs are not a tuple, list or mapping."""
 
 
 def check_inputs(inputs: object, source: str) -> None:
-    """Raise NotInputs unless `inputs`, which come from `source`, are a tuple or list."""
-    if isinstance(inputs, (tuple, list)):
+    """Raise NotInputs unless `inputs`, which come from `source`, are a tuple, list or mapping."""
+    if isinstance(inputs, (tuple, list, Mapping)):
         return
-    remedy = "return them in the order of the callable's parameters"
-    if isinstance(inputs, Mapping):
-        remedy = "pass its values in the order of the callable's parameters"
-    elif isinstance(inputs, Tensor):
+    remedy = "pass them in the order of the callable's parameters, or by their names"
+    if isinstance(inputs, Tensor):
         remedy = "a single input is written (x,)"
     raise NotInputs(
-        f"{source}: expected a tuple or list of inputs, got a {type(inputs).__name__}: {remedy}"
+        f"{source}: expected a tuple, list or dict of inputs, got a {type(inputs).__name__}: "
+        f"{remedy}"
     )
 
 
@@ -204,7 +203,7 @@ class DistinctInputs:
 def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
     """Names of the first `count` positional parameters of a callable or module."""
     target = function.forward if isinstance(function, nn.Module) else function
-    names: list[str] = []
+    names: list[str] = [*getattr(function, "flat_input_names", ())]
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):

@@ -6,6 +6,7 @@ import json as json_text
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -21,7 +22,7 @@ from graphs.cli.errors import (
     user_error_from,
 )
 from graphs.cli.target import Named, load_target
-from graphs.errors import CaptureError
+from graphs.errors import CaptureError, StoreError
 
 if TYPE_CHECKING:
     from graphs.warmup.manager import WarmupManager
@@ -42,6 +43,13 @@ def warmup(
     order: Annotated[
         str, typer.Option(help="largest_first, smallest_first or given.")
     ] = "largest_first",
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="Compile once for all sizes of the axes.")
+    ] = False,
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Store compiled graphs here for later processes."),
+    ] = None,
     budget_seconds: Annotated[
         float | None, typer.Option(metavar="S", help="Start no capture after S seconds.")
     ] = None,
@@ -66,27 +74,35 @@ def warmup(
     from graphs.buckets.file import from_file
     from graphs.capture.capture import available_backends
     from graphs.cli.inputs import make_inputs_of
+    from graphs.store.graph_store import STORED, GraphStore, open_store
     from graphs.warmup.manager import WarmupManager
 
     if reason := available_backends().get(backend, "there is none of that name"):
         raise UserError(f"--backend {backend} cannot work here: {reason}")
+    if store is not None and backend not in STORED:
+        raise UserError(f"--store works with --backend {', '.join(STORED)}; got {backend}")
     space = from_file(buckets)
     found = load_target(target)
     make_inputs = make_inputs_of(found, inputs)
-    try:
-        manager = WarmupManager(
-            found.callable,
-            space,
-            make_inputs,
-            backend=backend,
-            order=cast("Order", order),
-            budget_seconds=budget_seconds,
-            journal=journal,
-        )
-        refuse_unwritable([json], report)
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from error
-    code = _warm_up(manager, target)
+    with ExitStack() as stack:
+        try:
+            opened = GraphStore(backend) if store is None else open_store(backend, store)
+            stack.callback(opened.close)
+            stack.enter_context(opened.capturing())
+            manager = WarmupManager(
+                found.callable,
+                space,
+                make_inputs,
+                backend=opened.backend,
+                symbolic=space.names if symbolic else (),
+                order=cast("Order", order),
+                budget_seconds=budget_seconds,
+                journal=journal,
+            )
+            refuse_unwritable([json], report)
+        except (ValueError, OSError, CaptureError, StoreError) as error:
+            raise UserError(str(error)) from error
+        code = _warm_up(manager, target)
     result = manager.report
     if result is None:
         return code

@@ -20,8 +20,9 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from graphs.files import short_digest
+from graphs.store.functions import code_of, is_code_of
 from graphs.store.modules import file_of, imports_in, is_own, loaded, version_of
-from graphs.store.values import code_of, digest_of_globals, modules_used_by
+from graphs.store.values import digest_of_globals, modules_used_by
 
 __all__ = ["CodeDigests"]
 
@@ -127,13 +128,14 @@ def _reachable(names: frozenset[str]) -> tuple[dict[str, str], frozenset[str]]:
         _reach.cache_clear()
         return _reachable(names)
     found = reached.files.items()
-    return {name: at[1] + _if_edited(name, at[2]) for name, at in found}, reached.packages
+    return {name: at[1] + _if_edited(name, at[0], at[2]) for name, at in found}, reached.packages
 
 
-def _if_edited(name: str, time_ns: int) -> str:
+def _if_edited(name: str, file: Path, time_ns: int) -> str:
     """The code of a module that was loaded from a file that may have been edited since."""
-    module = loaded([name]) if time_ns > _STARTED else {}
-    return f" loaded as {code_of(module[name])}" if module else ""
+    module = loaded([name]).get(name) if time_ns > _STARTED else None
+    # A file that was written just before the process started looks the same.
+    return "" if module is None or is_code_of(module, file) else f" loaded as {code_of(module)}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -200,6 +202,6 @@ def _own_digest() -> str:
     for path in sorted(folder.rglob("*.py")):
         part = path.relative_to(folder)
         name = ".".join([_GRAPHS, *part.with_suffix("").parts]).removesuffix(".__init__")
-        loaded_as = _if_edited(name, path.stat().st_ctime_ns)
+        loaded_as = _if_edited(name, path, path.stat().st_ctime_ns)
         digest.update(f"{part.as_posix()}{loaded_as}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]

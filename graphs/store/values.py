@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -25,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from graphs.files import short_digest
+from graphs.store.functions import code_text, function_in, functions_of, names_of
 from graphs.store.modules import has_file, is_own, mentions
 
-__all__ = ["Description", "code_of", "describe", "digest_of_globals", "modules_used_by"]
+__all__ = ["Description", "describe", "digest_of_globals", "modules_used_by"]
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
@@ -130,7 +130,7 @@ def _globals_of(module: ModuleType) -> _Globals:
         return known
     used: set[str] | None = None
     if module.__name__ == "__main__":
-        used = set().union(*(_names_of(each.__code__) for each in _functions_of(module)))
+        used = set().union(*(names_of(each.__code__) for each in functions_of(module)))
     describer = _Describer(with_packages=False)
     changing: list[tuple[str, Any]] = []
     modules: set[str] = set()
@@ -168,11 +168,6 @@ def _objects_in(module: ModuleType) -> list[Any]:
     return [*objects, *(each.__defaults__ for each in functions)]
 
 
-def code_of(module: ModuleType) -> str:
-    """Digest of the functions of a module as it was loaded, and those of its classes."""
-    return short_digest("\n".join(_code_text(each.__code__) for each in _functions_of(module)))
-
-
 def _is_setting(value: Any, depth: int = _MAX_DEPTH) -> bool:
     if isinstance(value, _PLAIN):
         return True
@@ -186,16 +181,6 @@ def _is_setting(value: Any, depth: int = _MAX_DEPTH) -> bool:
         return True
     module = str(type(value).__module__)
     return isinstance(value, _NAMESPACES) or (is_own(module) and not module.startswith("graphs."))
-
-
-def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
-    for value in [*vars(module).values()]:
-        values: Iterable[Any] = (value,)
-        if isinstance(value, type):
-            values = vars(value).values() if value.__module__ == module.__name__ else ()
-        for each in map(_function_in, values):
-            if each is not None and each.__globals__ is vars(module):
-                yield each
 
 
 class _Seen(NamedTuple):
@@ -325,7 +310,7 @@ def _parts_of_class(kind: type, with_packages: bool) -> list[tuple[str, Any]]:
         return []
     parts: list[tuple[str, Any]] = [(f"base {i}", base) for i, base in enumerate(kind.__bases__)]
     for name, value in [*vars(kind).items()]:
-        function = _function_in(value)
+        function = function_in(value)
         if function is None:
             if is_whole and not name.startswith("__") and _is_setting(value):
                 parts.append((name, value))
@@ -344,23 +329,15 @@ def _parts_of_function(function: FunctionType) -> list[tuple[str, Any]]:
     is_written = has_file(str(function.__globals__.get("__name__")))
     if is_written and "<" not in code.co_qualname:
         return parts
-    parts += [("code", _code_text(code)), ("wrapped", getattr(function, "__wrapped__", None))]
+    parts += [("code", code_text(code)), ("wrapped", getattr(function, "__wrapped__", None))]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             parts.append((name, cell.cell_contents))
         except ValueError:  # not assigned yet
             parts.append((name, None))
     found = function.__globals__
-    used = ((name, found[name]) for name in sorted(_names_of(code)) if name in found)
+    used = ((name, found[name]) for name in sorted(names_of(code)) if name in found)
     return parts + [(n, v) for n, v in used if not is_written or isinstance(v, _PLAIN)]
-
-
-def _function_in(value: Any) -> FunctionType | None:
-    if isinstance(value, (staticmethod, classmethod)):
-        value = value.__func__
-    elif isinstance(value, property):
-        value = value.fget
-    return value if isinstance(value, FunctionType) else None
 
 
 def _is_generated(function: FunctionType) -> bool:
@@ -376,19 +353,3 @@ def _is_put_in(function: FunctionType, name: str, module: str) -> bool:
     if home.partition(".")[0] == module.partition(".")[0]:
         return False
     return not has_file(home) or is_own(home) or mentions(module, name)
-
-
-def _names_of(code: CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*map(_names_of, inner))
-
-
-def _code_text(code: CodeType) -> str:
-    constants = []
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            constants.append(_code_text(each))
-        else:  # the order in a set differs between processes
-            constants.append(repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each))
-    names = code.co_names, code.co_varnames, code.co_freevars
-    return f"{code.co_code.hex()} {names} {constants}"

@@ -20,11 +20,37 @@ from graphs.warmup.report import BucketResult
 from graphs.warmup.schedule import ShapeGroups
 from graphs.watch.compiles import CompileWatch
 
-__all__ = ["Capturing"]
+__all__ = ["Budget", "Capturing"]
 
 _log = logging.getLogger(__name__)
 
 _LONG = 0.1  # seconds of a run after which a second timing says little more
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a warmup may take; None: any.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    seconds: float | None = None
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"budget_{name} is {value}; expected at least 0")
+
+    def spent(self, elapsed: float, size: int) -> str:
+        """Say which limit is reached after `elapsed` seconds with `size` bytes; else empty."""
+        if self.seconds is not None and elapsed >= self.seconds:
+            return f"budget of {self.seconds:g} s is spent"
+        if self.bytes is not None and size >= self.bytes:
+            return f"budget of {self.bytes} bytes is spent"
+        return ""
 
 
 @dataclass
@@ -39,16 +65,12 @@ class Capturing:
     module: Callable[..., Any]
     make_inputs: Callable[[Bucket], Sequence[Input]]
     groups: ShapeGroups
-    budget_seconds: float | None
-    budget_bytes: int | None
     timed_runs: int
     journal: Journal | None = None
 
     def __post_init__(self) -> None:
-        for name in ("budget_seconds", "budget_bytes", "timed_runs"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; expected at least 0")
+        if self.timed_runs < 0:
+            raise ValueError(f"timed_runs is {self.timed_runs}; expected at least 0")
 
     @property
     def measured(self) -> Mapping[Bucket, float]:
@@ -64,22 +86,19 @@ class Capturing:
         failed = self.journal.previously_failed if self.journal else []
         return sorted(buckets, key=failed.__contains__)
 
-    def try_capture(
-        self, bucket: Bucket, elapsed: float, bytes: int
-    ) -> tuple[CapturedGraph | None, BucketResult]:
+    def try_capture(self, bucket: Bucket, spent: str) -> tuple[CapturedGraph | None, BucketResult]:
         """Capture and time a bucket, unless a budget is spent; an error becomes its result.
 
         Args:
             bucket: to capture.
-            elapsed: seconds since the warmup began.
-            bytes: of all graphs so far.
+            spent: which budget is spent; empty: none.
 
         Raises:
             GraphBudgetExceeded: a strict `no_compile` is armed.
             NotInputs: `make_inputs` did not return a tuple or list.
         """
-        if reason := self._spent_budget(elapsed, bytes):
-            return None, BucketResult(bucket, "skipped", error=reason, name=self.spec.name)
+        if spent:
+            return None, BucketResult(bucket, "skipped", error=spent, name=self.spec.name)
         if self.journal:
             self.journal.start(bucket)
         graph, result = self._try_capture(bucket)
@@ -131,13 +150,6 @@ class Capturing:
             return graph.run_seconds
         with torch.no_grad():
             return median_seconds(graph, inputs, self.timed_runs)
-
-    def _spent_budget(self, elapsed: float, size: int) -> str:
-        if self.budget_seconds is not None and elapsed >= self.budget_seconds:
-            return f"budget of {self.budget_seconds:g} s is spent"
-        if self.budget_bytes is not None and size >= self.budget_bytes:
-            return f"budget of {self.budget_bytes} bytes is spent"
-        return ""
 
     def _capture(self, bucket: Bucket) -> tuple[CapturedGraph, Sequence[Input]]:
         sizes = self.groups.sizes_of(bucket)  # before the inputs to run on, see there

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from graphs.warmup.capturing import Budget
 from graphs.warmup.report import BucketEvent, WarmupReport
 
 __all__ = ["WarmupGroup"]
@@ -29,10 +30,21 @@ class WarmupGroup:
 
     Args:
         members: in the order of their warmup.
+        budget_seconds, budget_bytes: start no capture once all members together took this long, or
+            their graphs take this much memory; members are managers or :func:`graphs.bucketed`.
+
+    Raises:
+        ValueError: a negative budget.
     """
 
-    def __init__(self, *members: Warmable) -> None:
+    def __init__(
+        self,
+        *members: Warmable,
+        budget_seconds: float | None = None,
+        budget_bytes: int | None = None,
+    ) -> None:
         self._members = members
+        self._budget = Budget(budget_seconds, budget_bytes)
 
     @property
     def pending(self) -> int:
@@ -50,14 +62,25 @@ class WarmupGroup:
             GraphBudgetExceeded: a strict `no_compile` is armed.
         """
         total, done = self.pending, 0
-        reports = []
+        reports: list[WarmupReport] = []
         for member in self._members:
             pending = member.pending
             is_last = done + pending == total
-            reports.append(member.warmup(progress and _counted(progress, done, total, is_last)))
+            counted = progress and _counted(progress, done, total, is_last)
+            reports.append(member.warmup(counted, **self._left(reports)))
             done += pending
         results = tuple(result for report in reports for result in report.results)
         return WarmupReport(results, sum(report.elapsed_seconds for report in reports))
+
+    def _left(self, reports: list[WarmupReport]) -> dict[str, Any]:
+        """The rest of the budgets after some members, as keywords of the next one."""
+        left: dict[str, Any] = {}
+        if self._budget.seconds is not None:
+            spent = sum(report.elapsed_seconds for report in reports)
+            left["budget_seconds"] = max(0.0, self._budget.seconds - spent)
+        if self._budget.bytes is not None:
+            left["budget_bytes"] = max(0, self._budget.bytes - sum(r.bytes for r in reports))
+        return left
 
 
 def _counted(

@@ -6,14 +6,15 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 
 from graphs.buckets.space import Bucket, BucketSpace
 from graphs.capture.capture import CapturedGraph, spec_of
 from graphs.capture.contract import Backend, CaptureSpec
-from graphs.capture.inputs import Input, check_inputs
+from graphs.capture.inputs import Input, parameter_names
+from graphs.capture.structure import CallStructure, as_call, by_position, flat_call
 from graphs.errors import (
     BucketOverflow,
     CaptureError,
@@ -22,7 +23,7 @@ from graphs.errors import (
     StaleGraph,
     quoted,
 )
-from graphs.warmup.capturing import Capturing
+from graphs.warmup.capturing import Budget, Capturing
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, ShapeGroups, Usage, in_order
@@ -43,8 +44,9 @@ class WarmupManager:
     Args:
         module: the callable or `nn.Module` to capture.
         buckets: the shapes to capture it at.
-        make_inputs: makes the example inputs of a bucket, a tuple or list in the order of the
-            callable's parameters. The callable really runs on them, so they must do no harm.
+        make_inputs: makes the example inputs of a bucket: by position (a tuple or list) or by
+            keyword (a dict), with tensors, constants, and containers of them as for
+            :func:`graphs.capture`. The callable really runs on them, so they must do no harm.
         backend: a name out of :func:`~graphs.available_backends`, a backend object, or a
             :class:`~graphs.capture.contract.CaptureSpec`.
         order: `largest_first` (by the space's cost), `smallest_first`, `most_used` (the largest,
@@ -86,7 +88,7 @@ class WarmupManager:
         self,
         module: Callable[..., Any],
         buckets: BucketSpace,
-        make_inputs: Callable[[Bucket], Sequence[Input]],
+        make_inputs: Callable[[Bucket], Sequence[Any] | Mapping[str, Any]],
         *,
         backend: str | Backend | CaptureSpec = "inductor",
         order: Order = "largest_first",
@@ -113,15 +115,12 @@ class WarmupManager:
         self._module = module
         self._order = in_order(buckets, order, usage)
 
-        def checked_inputs(bucket: Bucket) -> Sequence[Input]:
-            inputs = make_inputs(bucket)
-            check_inputs(inputs, f"make_inputs({bucket})")
-            return inputs
-
-        groups = ShapeGroups(self.name, spec.symbolic, buckets, checked_inputs)
-        self._capturing = Capturing(
-            spec, module, checked_inputs, groups, budget_seconds, budget_bytes, timed_runs
-        )
+        self._make_inputs = make_inputs
+        self._structure: CallStructure | None = None
+        self._is_flat = False
+        groups = ShapeGroups(self.name, spec.symbolic, buckets, self._flat_inputs)
+        self._budget = Budget(budget_seconds, budget_bytes)
+        self._capturing = Capturing(spec, module, self._flat_inputs, groups, timed_runs)
         if journal is not None:  # the file is touched only after everything else is valid
             self._capturing.journal = Journal(journal, self.name, spec.backend.name, buckets.names)
         self._overflow = overflow
@@ -133,7 +132,26 @@ class WarmupManager:
         self._elapsed_seconds = 0.0
         self._logged: set[str] = set()
 
-    def warmup(self, progress: Progress | None = None) -> WarmupReport:
+    def _flat_inputs(self, bucket: Bucket) -> Sequence[Input]:
+        """Make the example inputs of a bucket; the first ones decide how inputs are nested."""
+        source = f"make_inputs({bucket})"
+        args, kwargs = as_call(self._make_inputs(bucket), source)
+        if self._structure is not None:
+            return self._structure.flatten(args, kwargs, source)
+        if self._is_flat:
+            names = parameter_names(self._module, len(args) + len(kwargs))
+            return by_position(names, args, kwargs, source)
+        self._module, inputs, self._structure = flat_call(self._module, args, kwargs)
+        self._capturing.module, self._is_flat = self._module, self._structure is None
+        return inputs
+
+    def warmup(
+        self,
+        progress: Progress | None = None,
+        *,
+        budget_seconds: float | None = None,
+        budget_bytes: int | None = None,
+    ) -> WarmupReport:
         """Capture every bucket that is not captured yet, and report on all of them.
 
         A bucket that fails is reported, and its needs go to the next larger one. After an
@@ -142,12 +160,13 @@ class WarmupManager:
         Args:
             progress: called with a :class:`~graphs.BucketEvent` when a bucket starts, and when it
                 is done.
+            budget_seconds, budget_bytes: of this warmup, besides those of the manager.
 
         Raises:
             CaptureError: no bucket is captured, and at least one failed; the report has the cause
                 of each.
             GraphBudgetExceeded: a strict `no_compile` is armed.
-            TypeError: `make_inputs` did not return a tuple or list of inputs.
+            TypeError: `make_inputs` did not return a tuple, list or dict of inputs.
         """
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
         todo = self._capturing.previously_failed_last(waiting)
@@ -155,10 +174,11 @@ class WarmupManager:
         schedule = Schedule(todo, self._capturing.measured, group_key)
         notify: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
+        budgets = self._budget, Budget(budget_seconds, budget_bytes)
         try:
             with self._capturing.spec.backend.warming_up():
                 for at in enumerate(todo):
-                    self._do(*at, schedule, notify)
+                    self._do(*at, schedule, notify, budgets)
         except BaseException as error:
             index, bucket = at
             text = type(error).__name__
@@ -187,10 +207,18 @@ class WarmupManager:
             return f"{cause}; remove the cause, then call warmup() again"
         return "no bucket is captured; call warmup() first"
 
-    def _do(self, index: int, bucket: Bucket, schedule: Schedule, notify: Progress) -> None:
+    def _do(
+        self,
+        index: int,
+        bucket: Bucket,
+        schedule: Schedule,
+        notify: Progress,
+        budgets: Iterable[Budget],
+    ) -> None:
         notify(schedule.event(bucket, index, "started", name=self.name))
-        size = sum(graph.bytes for graph in self._graphs.values())
-        graph, result = self._capturing.try_capture(bucket, schedule.elapsed(), size)
+        elapsed, size = schedule.elapsed(), sum(graph.bytes for graph in self._graphs.values())
+        spent = next(filter(None, (each.spent(elapsed, size) for each in budgets)), "")
+        graph, result = self._capturing.try_capture(bucket, spent)
         if graph is not None:
             self._graphs[bucket] = graph
         self._results[bucket] = result
@@ -219,6 +247,12 @@ class WarmupManager:
             CaptureError: nothing is captured.
             ValueError: an axis is missing or unknown, or a value is negative.
         """
+        chosen = self.find(**need)
+        self.count(chosen)
+        return chosen
+
+    def find(self, **need: int) -> Bucket:
+        """As :meth:`bucket`, but without counting a hit."""
         if self._serving is None:
             raise CaptureError(self.name, self._why_none())
         try:
@@ -228,10 +262,21 @@ class WarmupManager:
         else:
             if len(self._serving) < len(self.buckets):
                 self._note_degraded(need, chosen)
-        self._hits[chosen] = self._hits.get(chosen, 0) + 1
         return chosen
 
-    def run(self, bucket: Bucket, *inputs: Input) -> Any:
+    def count(self, bucket: Bucket) -> None:
+        """Count a hit of a bucket."""
+        self._hits[bucket] = self._hits.get(bucket, 0) + 1
+
+    def graph(self, bucket: Bucket) -> CapturedGraph:
+        """Return the graph of a captured bucket.
+
+        Raises:
+            CaptureError: the bucket is not captured.
+        """
+        return self._graphs.get(bucket) or self._refuse_uncaptured(bucket)
+
+    def run(self, bucket: Bucket, /, *inputs: Any, **keywords: Any) -> Any:
         """Run the graph of a captured bucket on inputs of its shapes.
 
         Raises:
@@ -239,6 +284,11 @@ class WarmupManager:
                 `strict`, a stale graph falls back to the callable itself.
             CaptureError: the bucket is not captured.
         """
+        if self._structure is not None:
+            inputs = self._structure.flatten(inputs, keywords, self.name)
+        elif keywords:
+            names = parameter_names(self._module, len(inputs) + len(keywords))
+            inputs = by_position(names, inputs, keywords, self.name)
         graph = self._graphs.get(bucket)
         if graph is None:
             return self._run_uncaptured(bucket, inputs)
@@ -252,7 +302,7 @@ class WarmupManager:
                 raise
             return self._run_eagerly(inputs, str(error))
 
-    def __call__(self, need: Mapping[str, int], *inputs: Input) -> Any:
+    def __call__(self, need: Mapping[str, int], /, *inputs: Any, **keywords: Any) -> Any:
         """Choose the bucket of `need` and run it; `inputs` have the shapes of that bucket.
 
         Raises:
@@ -261,7 +311,7 @@ class WarmupManager:
         """
         bucket = self.bucket(**need)
         try:
-            return self.run(bucket, *inputs)
+            return self.run(bucket, *inputs, **keywords)
         except (InputMismatch, ModeMismatch, StaleGraph) as error:
             raise type(error)(f"need {Bucket(**need)}", error.detail) from error
 
@@ -318,6 +368,9 @@ class WarmupManager:
     def _run_uncaptured(self, bucket: Bucket, inputs: tuple[Input, ...]) -> Any:
         if self._overflow == "eager" and not self._strict and bucket not in self.buckets:
             return self._run_eagerly(inputs, "a need above the captured buckets", f": {bucket}")
+        self._refuse_uncaptured(bucket)
+
+    def _refuse_uncaptured(self, bucket: Bucket) -> NoReturn:
         if self._serving is None:
             raise CaptureError(self.name, self._why_none())
         result = self._results.get(bucket)

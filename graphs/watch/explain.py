@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphs.capture.inputs import Input, name_of, parameter_names, with_own_code
+from graphs.capture.inputs import name_of, parameter_names, with_own_code
+from graphs.capture.structure import flat_call
 from graphs.torch_internals.tracing import break_reasons, trace, why_no_full_graph
 from graphs.watch.causes import reason_of, user_line, user_line_in
 from graphs.watch.guards import readable
@@ -24,6 +25,9 @@ __all__ = ["BreakReport", "explain"]
 
 # Guards on torch's own marks on tensors, and on the identity of imported modules and builtins.
 _NOISE = ("_dynamo_", "type=<class 'module'>", "type=<module ", "__builtins_dict__")
+# Guards on the wrapper of nested inputs, which the user does not know.
+_OF_WRAPPER = re.compile(r"FlatCall|___unnamed_scope|L\['function'\]\._(modules|parameters)(?!\[)")
+_WRAPPED = re.compile(r"L\['function'\](\._modules\['function'\]|\.function\b)?")
 _OPERATION = re.compile(r" = call_\w+\[target=(?:[^\]]*\.)?([^\].]+)\]")
 # Operations that unpack values and set modes; versions of torch differ in them.
 _PLUMBING = frozenset({"getattr", "getitem", "_set_grad_enabled"})
@@ -95,7 +99,7 @@ class BreakReport:
         return self.text()
 
 
-def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
+def explain(callable: Callable[..., Any], /, *inputs: Any, **keywords: Any) -> BreakReport:
     """Trace a callable on `inputs` with static shapes, and report graphs, breaks and guards.
 
     The callable runs once on `inputs`, its graphs uncompiled, under the current grad mode, and once
@@ -105,7 +109,8 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
         Exception: whatever the callable raises on these inputs.
     """
     name = name_of(callable)
-    names = dict(enumerate(parameter_names(callable, len(inputs))))
+    function, flat, _ = flat_call(callable, inputs, keywords)
+    names = dict(enumerate(parameter_names(function, len(flat))))
     graphs: list[str] = []
     guards: set[str] = set()
 
@@ -119,11 +124,11 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
         guards.update(readable(text) for text in renamed if "L['inputs']" not in text)
 
     before = len(break_reasons())
-    trace(with_own_code(callable, name), inputs, record, record_guards)
+    trace(with_own_code(function, name), flat, record, record_guards)
     breaks = [_as_break(reason) for reason in break_reasons()[before:]]
     # Where Dynamo skips a whole function, only fullgraph=True gives the reason.
     is_skipped = not graphs and not breaks
-    if is_skipped and (error := why_no_full_graph(with_own_code(callable, name), inputs)):
+    if is_skipped and (error := why_no_full_graph(with_own_code(function, name), flat)):
         breaks = [Break(reason_of(error), *user_line(error))]
     return BreakReport(name, tuple(graphs), tuple(dict.fromkeys(breaks)), tuple(sorted(guards)))
 
@@ -135,13 +140,13 @@ def _guard_texts(guard: Any) -> Iterator[str]:
             "torch.", ""
         )
     for text in guard.code_list or ():
-        if not any(noise in text for noise in _NOISE):
+        if not any(noise in text for noise in _NOISE) and not _OF_WRAPPER.search(text):
             yield text
 
 
 def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
     # Dynamo sees the callable and its inputs through the wrapper of graphs.capture.inputs.
-    guard = guard.replace("L['function']", name)
+    guard = _WRAPPED.sub(name, guard)
     return _WRAPPED_INPUT.sub(lambda match: names[int(match[1])], guard)
 
 

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from compiled_attn.planner.judge import BucketUse
 from compiled_attn.planner.simulator.engine import SimulatedEngine
 
-__all__ = ["sglang_sizes", "vllm_sizes", "write_sglang", "write_vllm"]
+__all__ = [
+    "sglang_sizes",
+    "tensorrt_sizes",
+    "vllm_ladder",
+    "vllm_sizes",
+    "write_sglang",
+    "write_tensorrt",
+    "write_vllm",
+]
 
 _COMPILED = 0.1  # share of the steps from which vLLM compiles a size separately
 
@@ -20,8 +28,14 @@ def vllm_sizes(engine: SimulatedEngine) -> list[int]:
     ``vllm/v1/cudagraph_dispatcher.py``), with 512 as the largest (1024 on data-centre Blackwell).
     """
     top = min(engine.max_tokens, 2 * engine.max_seqs, 512)
-    ladder = {1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16)}
-    return sorted(size for size in ladder | {engine.max_seqs, engine.max_tokens} if size <= top)
+    own = {engine.max_seqs, engine.max_tokens}
+    return sorted({*vllm_ladder(top), *(size for size in own if size <= top)})
+
+
+def vllm_ladder(top: int) -> list[int]:
+    """Return 1, 2, 4, multiples of 8 below 256 and of 16 from there on, up to ``top``."""
+    ladder = (1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16))
+    return [size for size in ladder if size <= top]
 
 
 def write_vllm(sizes: Sequence[int], uses: Sequence[BucketUse]) -> str:
@@ -44,3 +58,28 @@ def sglang_sizes(engine: SimulatedEngine) -> list[int]:
 def write_sglang(sizes: Sequence[int], uses: Sequence[BucketUse]) -> str:
     """Return the option and its values; newer versions call it ``--cuda-graph-bs-decode``."""
     return "--cuda-graph-bs " + " ".join(map(str, sizes))
+
+
+def tensorrt_sizes(engine: SimulatedEngine) -> list[int]:
+    """Return TensorRT-LLM's batch sizes of decode graphs with padding, for all decodes.
+
+    As in NVIDIA/TensorRT-LLM 1.4.0rc1 (``tensorrt_llm/llmapi/llm_args.py``,
+    ``_generate_cuda_graph_batch_sizes``; ``_torch/pyexecutor/cuda_graph_runner.py``,
+    ``_get_padded_batch``), with ``enable_padding`` and the engine's requests as
+    ``max_batch_size``. By default padding is off, and only decodes of exactly a size are replayed.
+    """
+    top = engine.max_seqs
+    ladder = (1, 2, 4, *range(8, 129, 8), *range(192, top + 1, 64))
+    return sorted({size for size in ladder if size <= top} | {top})
+
+
+def write_tensorrt(sizes: Sequence[int], uses: Sequence[BucketUse]) -> str:
+    """Return the option as YAML; ``max_batch_size`` must be the largest size."""
+    return "\n".join(
+        [
+            "cuda_graph_config:",
+            "  enable_padding: true",
+            f"  max_batch_size: {sizes[-1]}",
+            f"  batch_sizes: [{', '.join(map(str, sizes))}]",
+        ]
+    )

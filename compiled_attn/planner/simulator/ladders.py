@@ -39,6 +39,7 @@ class SplitPlan:
         max_graphs: buckets at most.
         rho: of the guard; None: no guard.
         order: how the engine picks.
+        choose: chooses the buckets, with the arguments of `compiled_attn.planner.plan`.
 
     Attributes:
         fitting: the needs within the axes.
@@ -57,12 +58,13 @@ class SplitPlan:
         max_graphs: int,
         rho: float | None,
         order: PickOrder = by_cost,
+        choose: Callable[..., PlanReport] = plan,
     ) -> None:
         self.kind, self.ladder, self.order = kind, ladder, order
         first, self.second = needs.project(kind.names).halves()
         self.fitting, self.outside = within(needs, kind.axes)
         self._plan = partial(
-            plan,
+            choose,
             cost=kind.cost,
             budget=max_graphs,
             axes=kind.axes,
@@ -85,6 +87,13 @@ class SplitPlan:
     def ours(self) -> Judgement:
         """The plan for the first half on the second."""
         return self.early.judge(self.second)
+
+    @property
+    def paid(self) -> float:
+        """Cost of the second half in the plan for the first, of the needs within the axes."""
+        fitting = within(self.second, self.kind.axes)[0]
+        own = float(self.kind.cost.of(fitting.names, fitting.points) @ fitting.weights)
+        return own * (1 + self.early.judge(fitting).waste)
 
     @property
     def theirs(self) -> Judgement:

@@ -30,15 +30,37 @@ def test_without_out_the_option_for_sglang_is_the_last_line(command, trace):
     assert option == "--cuda-graph-bs" and sizes[-1] == "4"
 
 
+def test_sizes_for_ascend_are_as_many_as_its_streams_allow(command, trace):
+    plan = ["plan", "--format", "vllm-ascend", "--trace", trace, "--max-seqs", 64]
+    code, text, err = command(*plan, "--layers", 48, "--comm-groups", 1, "--streams", 900)
+    assert code == 0, err
+    assert "streams for 5 sizes: 48 layers, 1 groups" in text
+    assert len(json.loads(text.splitlines()[-1])["cudagraph_capture_sizes"]) <= 5
+
+
+@pytest.mark.parametrize("name", ["tensorrt-llm", "tpu-inference", "transformers"])
+def test_a_plan_for_each_other_engine_is_printed(command, trace, name):
+    code, text, err = command("plan", "--format", name, "--trace", trace, *LIMITS)
+    assert code == 0, err
+    assert f"{name}'s default" in text and "syntax and picking rule: " in text
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
+        (["--format", "vllm-ascend", "--trace", "TRACE"], ["expected --layers with --format"]),
+        (["--format", "vllm", "--trace", "TRACE", "--layers", 3], ["expected no --layers"]),
+        (
+            ["--format", "vllm-ascend", "--trace", "TRACE", "--layers", 3000],
+            ["expected streams for a capture of 3000 layers", "got 1800: run without graphs"],
+        ),
         (["--format", "tensorrt"], ["expected --format of vllm, vllm-gaudi, sglang", "tensorrt"]),
         (["--format", "vllm"], ["expected --trace, and no --demand, with --format"]),
         (["--format", "vllm", "--trace", "missing"], ["missing: cannot be read"]),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(command, options, parts):
+def test_what_cannot_be_planned_is_one_line(command, trace, options, parts):
+    options = [trace if each == "TRACE" else each for each in options]
     assert_refused(command("plan", *options), *parts)
 
 

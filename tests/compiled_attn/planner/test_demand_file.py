@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from compiled_attn.errors import DemandFileError
 from compiled_attn.planner import Demand, plan, read_demand
 from graphs import from_file, to_file
+from graphs.buckets.recorded import RecordedSizes
 from tests.compiled_attn.planner.brute import figures
 
 NAMES = ("a", "b")
@@ -88,6 +89,18 @@ def test_a_missing_or_binary_file_is_refused(tmp_path):
 def test_an_axis_may_be_called_count_where_its_sizes_stand_in_need(tmp_path):
     (tmp_path / "demand").write_text('{"need": {"count": 3}, "count": 2}\n')
     assert read_demand(tmp_path / "demand") == Demand(("count",), [[3]], [2])
+
+
+def test_recorded_sizes_are_a_demand_whose_halves_are_older_and_newer(tmp_path):
+    sizes = RecordedSizes(tmp_path / "sizes", ("rows", "length"), window=4)
+    for rows in (3, 3, 5, 4, 6, 7, 7):
+        sizes.add((rows, 2))
+        if rows == 4:
+            sizes.write()
+    sizes.close()
+    older, newer = read_demand(tmp_path / "sizes").halves()
+    assert older == Demand(("rows", "length"), [[3, 2], [5, 2]], [2, 1])
+    assert newer == Demand(("rows", "length"), [[4, 2], [6, 2], [7, 2]], [1, 1, 2])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -54,6 +55,34 @@ def model(tmp_path, monkeypatch):
     (tmp_path / "rows.txt").write_text("axes: rows\n[2, 4]\n")
     yield str(path)
     sys.modules.pop("user_model", None)
+
+
+def test_a_warmup_shares_one_compile_and_the_next_process_loads_it(model, capsys, tmp_path):
+    options = [
+        "warmup",
+        f"{model}:full",
+        "--buckets",
+        "rows.txt",
+        "--symbolic",
+        "--store",
+        "graphs",
+    ]
+    assert run_command(options) == 0
+    assert "2 of 2 buckets captured" in capsys.readouterr().out
+    command = [sys.executable, "-m", "graphs", *options, "--json", "second.json"]
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    report = json.loads((tmp_path / "second.json").read_text())
+    assert report["compiles"] == 0 and all(each["is_loaded"] for each in report["buckets"])
+
+
+def test_a_store_needs_a_backend_that_can_be_stored(model, capsys):
+    options = ["warmup", f"{model}:full", *WARMUP, "--store", "graphs"]
+    assert run_command(options) == 2
+    assert "--store works with --backend inductor" in capsys.readouterr().err
+    assert run_command(["warmup", f"{model}:full", *WARMUP, "--symbolic"]) == 2
+    assert "captures at fixed sizes only" in capsys.readouterr().err
 
 
 def test_explain_prints_graphs_and_guards_of_a_full_graph(model, capsys):

@@ -170,6 +170,18 @@ def test_a_change_of_any_file_of_this_package_is_another_key(tmp_path, monkeypat
     assert len(digests) == 4
 
 
+def test_only_a_file_that_was_edited_after_the_import_has_another_key(own, monkeypatch):
+    monkeypatch.setattr(sources, "_STARTED", 0)  # as if it was written just before the start
+    module = importlib.import_module("my_lazy")
+    file = Path(module.__file__)
+    assert sources._if_edited("my_lazy", file, 1) == ""
+    file.write_text("def shift(x):\n    return x + 2\n")
+    edited = sources._if_edited("my_lazy", file, 1)
+    file.write_text("def shift(x:\n")
+    assert edited == sources._if_edited("my_lazy", file, 1) != ""
+    monkeypatch.delitem(sys.modules, "my_lazy")
+
+
 def test_relative_imports_of_a_package_that_is_run_as_main_count(own, monkeypatch):
     (own / "my_pack").mkdir()
     for name in ("__init__", "helper"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -12,12 +13,22 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from compiled_attn.planner import Demand, judge
-from compiled_attn.planner.formats import FORMATS, gaudi, needs_of, sizes
+from compiled_attn.planner.formats import (
+    FORMATS,
+    ascend,
+    continuous,
+    gaudi,
+    needs_of,
+    sizes,
+    thinned,
+    tpu,
+)
 from compiled_attn.planner.simulator import SimulatedEngine
 from compiled_attn.planner.simulator.kinds import within
-from compiled_attn.workloads import fit, synthetic
+from compiled_attn.workloads import Arrival, fit, synthetic
 
 ENGINE, CONTEXT = SimulatedEngine(1024, 16, 128, 512), 4096
 VLLM = os.environ.get("VLLM_PYTHON", "")
@@ -30,37 +41,161 @@ def planned(request):
     known = FORMATS[request.param]
     parts = known.parts(ENGINE, CONTEXT)
     needs = needs_of(parts, synthetic("chat", 60), ENGINE, speed=2.0)
-    plans = {part.name: part.plan(needs[part.name], 8, 3.0) for part in parts}
+    plans = known.plans(parts, needs, 16, 3.0)
     reports = {name: each.whole() for name, each in plans.items()}
     return request.param, plans, reports, known.write(reports, ENGINE)
 
 
 def test_a_plan_of_each_format_is_within_its_graphs_and_misses_nothing(planned):
-    _, plans, reports, _ = planned
+    format, plans, reports, _ = planned
+    counts = [len(reports[name].space) for name in plans]
+    if format == "transformers":  # its sizes of decodes are fixed
+        counts = counts[:1]
+    assert (math.prod(counts) if FORMATS[format].is_grid else sum(counts)) <= 16
     for name, each in plans.items():
         space, axes = reports[name].space, each.kind.axes
-        assert len(space) <= 8
         assert each.early.judge(within(each.second, axes)[0]).missed == 0
-        assert len(each.ladder) > 8 or each.ours.waste <= each.theirs.waste + 1e-9
+        assert len(each.ladder) > len(space) or each.ours.waste <= each.theirs.waste + 1e-9
         assert {axis.name: axis.high for axis in axes} == dict(space.largest)
 
 
 def test_the_text_holds_exactly_the_planned_buckets(planned):
     name, _, reports, text = planned
-    if name == "vllm":
+    if name in ("vllm", "vllm-ascend"):
         config = json.loads(text)
         sizes = config["cudagraph_capture_sizes"]
         assert sizes == sorted(bucket["tokens"] for bucket in reports["steps"].space)
-        assert set(config["compile_sizes"]) <= set(sizes)
+        assert set(config.get("compile_sizes", [])) <= set(sizes)
     elif name == "sglang":
         assert re.fullmatch(r"--cuda-graph-bs( \d+)+", text)
         assert len(text.split()) == 1 + len(reports["decode"].space)
-    else:
+    elif name == "tensorrt-llm":
+        config = yaml.safe_load(text)["cuda_graph_config"]
+        sizes = sorted(bucket["sequences"] for bucket in reports["decode"].space)
+        assert config == {"enable_padding": True, "max_batch_size": 16, "batch_sizes": sizes}
+    elif name == "tpu-inference":
+        shell = "set -a\n" + text + '\nenv -0; printf "%s" "$ADDITIONAL_CONFIG"'
+        out = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout
+        values = dict(line.split("=", 1) for line in out.split("\0") if "=" in line)
+        tokens = json.loads(values["ADDITIONAL_CONFIG"])["compilation_sizes"]
+        least = int(values["MIN_TOKEN_BUCKET"])
+        assert least & (least - 1) == 0 and least >= ENGINE.max_tokens
+        assert [*tokens, least] == sorted(bucket["tokens"] for bucket in reports["tokens"].space)
+        requests = [int(size) for size in values["ATTN_CUSTOM_NUM_REQS_BUCKETS"].split(",")]
+        assert requests == sorted(bucket["requests"] for bucket in reports["requests"].space)
+        assert values["ATTN_BUCKETIZED_NUM_REQS"] == "1"
+    elif name == "vllm-gaudi":
         rows = [ast.literal_eval(line) for line in text.splitlines() if not line.startswith("#")]
         prompts = [row for row in rows if row[1] != 1]
         assert all(batch == 1 and query % 128 == 0 for batch, query, _ in prompts)
         assert len(prompts) == len(reports["prompt"].space)
         assert len(rows) - len(prompts) == len(reports["decode"].space)
+    else:
+        assert name == "transformers"  # read back below
+
+
+def test_transformers_takes_its_configuration_and_pads_to_the_planned_sizes(planned):
+    name, plans, reports, text = planned
+    if name != "transformers":
+        pytest.skip("of another engine")
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import pad_to_interval, pad_to_pow2
+
+    config = ContinuousBatchingConfig(**json.loads(text))
+    assert config.cuda_graph_booleans == (True, True)
+    most_cached = config.page_size * config.num_blocks
+    space = reports["prompt"].space
+    for need in plans["prompt"].fitting.points[:200]:
+        tokens, cached = need.tolist()
+        padded = (
+            pad_to_interval(tokens, config.q_padding_interval_size, config.max_batch_tokens),
+            pad_to_interval(cached, config.kv_padding_interval_size, most_cached),
+        )
+        assert space.pick(tokens=tokens, cached=cached).sizes == padded
+    for requests in range(1, config.max_requests_per_batch + 1):
+        padded = pad_to_pow2(requests, config.max_requests_per_batch)
+        assert reports["decode"].space.pick(sequences=requests)["sequences"] == padded
+
+
+def test_intervals_of_transformers_are_the_best_of_those_within_the_graphs():
+    engine = SimulatedEngine(96, 8, 16, 10)
+    part = continuous.parts(engine, 160)[0]
+    needs = Demand(("tokens", "cached"), [(30, 0), (33, 50), (64, 159), (90, 100)] * 2)
+
+    def paid(tokens, cached):
+        """By the definition of `pad_to_interval`, need by need."""
+        total = 0.0
+        for q, kv in needs.points.tolist():
+            own_q = min(-(-q // tokens) * tokens, 96)
+            own_kv = min(max(1, -(-kv // cached)) * cached, 160)
+            total += part.kind.cost({"tokens": own_q, "cached": own_kv})
+        return total
+
+    def graphs(tokens, cached):
+        return -(-96 // tokens) * -(-160 // cached)
+
+    for most in (1, 4, 6, 12):
+        space = part.plan(needs, most, None).whole().space
+        assert len(space) <= most
+        tokens, cached = (min(bucket[axis] for bucket in space) for axis in ("tokens", "cached"))
+        steps = itertools.product(range(8, 97, 8), range(8, 161, 8))
+        best = min(paid(*each) for each in steps if graphs(*each) <= most)
+        assert paid(tokens, cached) == pytest.approx(best)
+
+
+def test_tokens_and_requests_on_tpus_are_padded_axis_by_axis():
+    engine = SimulatedEngine(1000, 24, 16, 512)
+    assert tpu.token_ladder(engine) == [16, 32, 64, 128, 256, 512, 1024]
+    tokens, requests = tpu.parts(engine, 4096)
+    assert [bucket["requests"] for bucket in requests.default] == [24]
+    few = tpu.parts(SimulatedEngine(64, 3, 16, 512), 128)[1]
+    assert [bucket["requests"] for bucket in few.default] == [8]
+    for need in (1, 16, 17, 500, 1000):
+        padded = next(size for size in tpu.token_ladder(engine) if size >= need)
+        assert tokens.default.pick(tokens=need)["tokens"] == padded
+
+
+def test_captures_on_ascend_are_as_many_as_the_streams_allow():
+    # floor((1920 - 1 * 40) / (48 + 1) / (1 + 1 * 2)) = 12 is the example in the plugin's source;
+    # with the whole graphs of decodes, floor((1920 - 40) / (49 * 3 + 1)) is 12, too.
+    assert ascend.ascend_captures(48, 1, 1920) == 12
+    for layers, groups, streams in itertools.product((1, 28, 61, 94), (0, 1, 2), (1800, 1920)):
+        found = ascend.ascend_captures(layers, groups, streams)
+
+        def taken(count, layers=layers, groups=groups):
+            piecewise = sum((1 + 2 * groups) * (layers + 1) for _ in range(count))
+            return piecewise + count + 40 * groups
+
+        assert taken(found) <= streams < taken(found + 1)
+    with pytest.raises(ValueError, match="expected streams for a capture of 900 layers"):
+        ascend.ascend_captures(900, 1, 1800)
+
+
+def test_a_ladder_for_ascend_is_thinned_out_as_the_plugin_did():
+    part = FORMATS["vllm-ascend"].parts(SimulatedEngine(8192, 256, 128, 512), 4096)[0]
+    sizes = [bucket["tokens"] for bucket in part.default]
+    assert sizes == [1, 2, 4, *range(8, 257, 8)]
+    step = (len(sizes) - 1) / 11
+    upstream = [sizes[index] for index in [0, *(round(i * step) for i in range(1, 11)), -1]]
+    assert [bucket["tokens"] for bucket in thinned(part, 12).default] == upstream
+    assert [bucket["tokens"] for bucket in thinned(part, 1).default] == [256]
+    assert thinned(part, 40) is part
+
+
+def test_the_ladder_of_tensorrt_is_the_one_its_source_says():
+    engine = partial(SimulatedEngine, 8192)
+    first = [1, 2, 4, *(8 * i for i in range(1, 17))]
+    assert sizes.tensorrt_sizes(engine(128)) == first
+    assert sizes.tensorrt_sizes(engine(300)) == [*first, 192, 256, 300]
+    assert sizes.tensorrt_sizes(engine(256)) == [*first, 192, 256]
+    assert sizes.tensorrt_sizes(engine(20)) == [1, 2, 4, 8, 16, 20]
+    assert sizes.tensorrt_sizes(engine(3)) == [1, 2, 3]
+
+
+def test_a_trace_without_steps_of_a_kind_is_refused_with_the_kind():
+    parts = gaudi.parts(ENGINE, CONTEXT)
+    with pytest.raises(ValueError, match="expected steps of the kind decode, got none"):
+        needs_of(parts, [Arrival(0.0, 100, 1)], ENGINE)
 
 
 # From upstream's own code for these limits.

@@ -1,0 +1,1 @@
+"""One call from a module to captured buckets: finds axes, pads, cuts, checks."""

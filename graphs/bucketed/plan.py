@@ -1,0 +1,210 @@
+"""Plans: how inputs of one layout are padded into a bucket, and its outputs cut."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphs.bucketed.outputs import Cut
+from graphs.bucketed.padding import Pad, PadTail, tails_of
+from graphs.buckets.space import Bucket
+from graphs.capture.capture import CapturedGraph
+from graphs.capture.inputs import InputsCheck
+from graphs.errors import InputMismatch
+from graphs.torch_internals.foreach import copy_all
+
+__all__ = ["Plan", "Plans", "Rules"]
+
+_MOST_PLANS = 4096
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What eager runs have found out about a callable of flat inputs and outputs.
+
+    Attributes:
+        name: for errors.
+        module: takes flat inputs, returns the tensors of its outputs.
+        dims: by input, the axis of each dimension that follows one.
+        pads: by input, its padding.
+        written: inputs that it writes to.
+        cuts: dimensions of outputs to cut.
+        tensors: which outputs are tensors.
+        constants: the others; None for a tensor.
+        aliases: outputs that share memory with an input.
+    """
+
+    name: str
+    module: nn.Module
+    dims: Mapping[int, Mapping[int, str]]
+    pads: Mapping[int, Pad]
+    written: Sequence[int]
+    cuts: Sequence[Cut]
+    tensors: Sequence[int]
+    constants: Sequence[Any]
+    aliases: Sequence[int]
+
+
+class Plans:
+    """The plans of a callable, by the layout of the inputs, and the buffers that they share.
+
+    Attributes:
+        lock: held while a call fills buffers and runs.
+        last: the plan that filled the buffers last.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.lock = threading.Lock()
+        self.last: Plan | None = None
+        self._plans: dict[Any, Plan] = {}
+        self._buffers: dict[int, Tensor] = {}
+
+    def find(self, leaves: Sequence[Any]) -> Plan | None:
+        """Return the plan of earlier inputs with the same layouts, or None."""
+        last = self.last
+        if last is not None and last.fits(*leaves):
+            return last
+        plan = self._plans.get(_layout(leaves))
+        return plan if plan is not None and plan.check.mismatch(leaves) is None else None
+
+    def add(
+        self, leaves: Sequence[Any], sizes: Mapping[str, int], bucket: Bucket, graph: CapturedGraph
+    ) -> Plan:
+        """Make and remember the plan of inputs of some sizes, which go to a bucket.
+
+        Raises:
+            InputMismatch: an input that is written in place has other strides than its example.
+        """
+        with self.lock:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = Plan(self, leaves, sizes, bucket, graph)
+            self._plans[_layout(leaves)] = plan
+            return plan
+
+    def clear(self) -> None:
+        """Release buffers and graphs."""
+        with self.lock:
+            self._plans.clear()
+            self._buffers.clear()
+            self.last = None
+
+    def buffer(self, index: int, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """A buffer for an input, in memory that all buckets share."""
+        count = math.prod(shape)
+        memory = self._buffers.get(index)
+        if memory is None or memory.numel() < count:
+            with torch.inference_mode(False):
+                memory = torch.empty(count, dtype=like.dtype, device=like.device)
+            self._buffers[index] = memory
+        return memory[:count].view(*shape)
+
+
+class Plan:
+    """How inputs of one layout are padded into a bucket, and its outputs cut."""
+
+    def __init__(
+        self,
+        plans: Plans,
+        leaves: Sequence[Any],
+        sizes: Mapping[str, int],
+        bucket: Bucket,
+        graph: CapturedGraph,
+    ) -> None:
+        rules = plans.rules
+        self.bucket = bucket
+        self.sizes = tuple(sizes[axis] for axis in bucket.names)
+        self._plans, self._rules = plans, rules
+        self._graph = graph
+        self.check = InputsCheck(rules.module, leaves)
+        self.fits = self.check.fits
+        self._inputs: list[Any] = [*leaves]
+        self._direct: list[int] = []
+        self._copied: list[int] = []
+        self._targets: list[Tensor] = []
+        self._constant_tails: list[PadTail] = []
+        self._repeated_tails: list[PadTail] = []
+        statics = iter(graph.static_inputs)
+        for index, value in enumerate(leaves):
+            if isinstance(value, Tensor):
+                self._add(index, value, next(statics, None), bucket)
+        self._inputs = [
+            None if index in self._direct else each for index, each in enumerate(self._inputs)
+        ]
+        self._cuts = [
+            (rules.tensors.index(cut.output), cut.dim, size)
+            for cut in rules.cuts
+            if (size := cut.size_at(sizes)) != cut.size_at(bucket)
+        ]
+        self._copies = [rules.tensors.index(index) for index in rules.aliases]
+
+    def _add(self, index: int, value: Tensor, static: Tensor | None, bucket: Bucket) -> None:
+        rules, spec = self._rules, self._graph.input_specs[index]
+        dims = rules.dims.get(index, {})
+        fits = tuple(value.shape) == spec.shape and value.stride() == spec.stride
+        if fits and not value.is_inference():
+            self._direct.append(index)
+            return
+        if index in rules.written:
+            raise InputMismatch(
+                rules.name,
+                f"'{spec.name}' is written in place and has strides {value.stride()}, captured "
+                f"{spec.stride}: pass it with these",
+            )
+        assert spec.shape is not None
+        buffer = static
+        if buffer is None:
+            buffer = self._plans.buffer(index, value, spec.shape)
+        sizes = {dim: value.shape[dim] for dim in dims}
+        real, tails = tails_of(buffer, sizes, rules.pads.get(index, 0))
+        self._copied.append(index)
+        self._targets.append(real)
+        self._inputs[index] = buffer
+        for tail in tails:
+            (self._constant_tails if tail.is_constant else self._repeated_tails).append(tail)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Pad, run the graph, cut; returns flat outputs."""
+        plans, rules = self._plans, self._rules
+        inputs = self._inputs.copy()
+        for index in self._direct:
+            inputs[index] = leaves[index]
+        with plans.lock:
+            if self._targets:
+                if plans.last is not self:
+                    for tail in self._constant_tails:
+                        tail.fill()
+                copy_all(self._targets, [leaves[index] for index in self._copied])
+                for tail in self._repeated_tails:
+                    tail.fill()
+            plans.last = self
+            outputs = self._graph.run(*inputs)
+        if self._copies or self._cuts:
+            outputs = [*outputs]
+            for index in self._copies:
+                outputs[index] = outputs[index].clone()
+            for index, dim, size in self._cuts:
+                outputs[index] = outputs[index].narrow(dim, 0, size)
+        constants = rules.constants
+        if len(constants) > len(outputs):
+            tensors = iter(outputs)
+            outputs = [
+                next(tensors) if index in rules.tensors else constant
+                for index, constant in enumerate(constants)
+            ]
+        return outputs
+
+
+def _layout(leaves: Sequence[Any]) -> Any:
+    return tuple(
+        (each.shape, each.stride(), each.is_inference())
+        for each in leaves
+        if isinstance(each, Tensor)
+    )

@@ -1,0 +1,65 @@
+"""A backend with its store, opened by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphs.backends.cudagraph import CudaGraphBackend
+from graphs.capture.contract import Backend
+from graphs.store.factors import environment_factors
+from graphs.store.inductor import StoredInductor
+from graphs.store.inductor_cache import InductorCache
+from graphs.store.store import ArtifactStore
+from graphs.store.stored import StoredAoti
+
+__all__ = ["STORED", "GraphStore", "open_store"]
+
+STORED = ("inductor", "aoti", "cudagraph")
+"""Backends whose graphs can be stored."""
+
+
+@dataclass(frozen=True)
+class GraphStore:
+    """A backend, and the compile cache of inductor in its store."""
+
+    backend: str | Backend
+    cache: InductorCache | None = None
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Makes inductor compile into the store; restores the environment afterwards."""
+        variables = {} if self.cache is None else self.cache.environment
+        before = {name: os.environ.get(name) for name in variables}
+        try:
+            os.environ.update(variables)
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def close(self) -> None:
+        """Allows other processes to clean the cache."""
+        if self.cache is not None:
+            self.cache.__exit__()
+
+
+def open_store(backend: str, folder: Path) -> GraphStore:
+    """Opens the store in a folder for a backend.
+
+    Raises:
+        OSError, StoreError: the folder cannot be used.
+    """
+    store = ArtifactStore(folder)
+    if backend == "aoti":
+        return GraphStore(StoredAoti(store))
+    cache = store.inductor_cache(environment_factors()).__enter__()
+    inductor = StoredInductor(store, cache.seal)
+    stored = CudaGraphBackend(inductor=inductor) if backend == "cudagraph" else inductor
+    return GraphStore(stored, cache)
