@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from compiled_attn.engine.config import ConfigError
+from graphs.backends.accelerator import AcceleratorBackend
 from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.capture.contract import Backend
 from graphs.store import (
@@ -23,7 +24,7 @@ from graphs.store.cache_folder import cache_folder
 
 __all__ = ["STORED", "GraphStore", "default_store", "open_store", "store_of"]
 
-STORED = ("inductor", "aoti", "cudagraph")
+STORED = ("inductor", "aoti", "cudagraph", "accelerator")
 """Backends whose graphs can be stored."""
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,11 @@ def open_store(backend: str, folder: Path) -> GraphStore:
         return GraphStore(StoredAoti(store))
     cache = store.inductor_cache(environment_factors()).__enter__()
     inductor = StoredInductor(store, cache.seal)
-    stored = CudaGraphBackend(inductor=inductor) if backend == "cudagraph" else inductor
+    recorded: Mapping[str, Callable[..., Backend]] = {
+        "cudagraph": CudaGraphBackend,
+        "accelerator": AcceleratorBackend,
+    }
+    stored = recorded[backend](inductor=inductor) if backend in recorded else inductor
     return GraphStore(stored, cache)
 
 
