@@ -1,4 +1,7 @@
-"""pytest plugin: limits how often a test may compile, and asserts full graphs.
+"""pytest plugin: limits how often a test may compile, asserts full graphs, tests capture backends.
+
+`pytest --graphs-backend module:Backend` runs the conformance suite of
+:mod:`graphs.backends.conformance` on a backend: alone, or before the paths that are given.
 
 Loaded automatically where the project is installed (entry point `pytest11`), else with `-p
 compiled_attn.pytest_plugin`. As it is then loaded for every project of that environment, it imports
@@ -11,6 +14,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Generator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,6 +112,22 @@ class ForeignGraphsWarning(pytest.PytestWarning):
     """Another package `graphs` shadows ours, so the plugin is disabled."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the conformance suite."""
+    group = parser.getgroup("graphs", "capture backends of graphs")
+    group.addoption(
+        "--graphs-backend",
+        metavar="MODULE:NAME",
+        help="run the conformance suite on a capture backend: an object, a class or function that "
+        "makes one, or the name of a backend of graphs",
+    )
+    group.addoption(
+        "--graphs-device",
+        metavar="DEVICE",
+        help="where the suite puts its tensors; default: the backend's `device`, else cpu",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Forget the package before the project is imported, which may have its own `graphs`."""
@@ -121,6 +142,36 @@ def pytest_configure(config: pytest.Config) -> None:
     _forget_package()  # if a conftest.py names the plugin, pytest calls only this hook
     if (path := foreign_graphs()) is not None:
         _warn(config, path)
+    if config.getoption("graphs_backend", None) is not None:
+        _add_suite(config, path)
+
+
+def _add_suite(config: pytest.Config, foreign: str | None) -> None:
+    if foreign is not None:
+        raise pytest.UsageError(f"--graphs-backend: {shadowed(foreign)}")
+    spec = find_spec("graphs")
+    if spec is None or spec.origin is None:
+        raise pytest.UsageError("--graphs-backend: package graphs is not installed")
+    suite = Path(spec.origin).parent / "backends" / "conformance" / "test_backend.py"
+    is_given = config.args_source is pytest.Config.ArgsSource.ARGS
+    if not hasattr(config, "workerinput"):  # pytest-xdist passes its arguments on
+        config.args[:] = [str(suite), *(config.args if is_given else ())]
+    # As `python -m pytest` does, for a backend in the current folder.
+    if (here := str(config.invocation_params.dir)) not in sys.path:
+        sys.path.insert(0, here)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Look up the backend that the conformance suite is for, before any of its tests."""
+    backend = session.config.getoption("graphs_backend", None)
+    if backend is None:
+        return
+    from graphs.backends.conformance import load
+
+    try:
+        load(backend, session.config.getoption("graphs_device"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

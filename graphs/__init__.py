@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from graphs.capture.capture import CapturedGraph as CapturedGraph
     from graphs.capture.capture import available_backends as available_backends
     from graphs.capture.capture import capture as capture
+    from graphs.capture.eager_between import eager_between as eager_between
     from graphs.errors import BucketedError as BucketedError
     from graphs.errors import BucketFileError as BucketFileError
     from graphs.errors import BucketOverflow as BucketOverflow
@@ -61,6 +62,7 @@ _MODULES = {
     "buckets.ladders": "explicit exponential linear",
     "buckets.space": "Axis Bucket BucketSpace",
     "capture.capture": "CapturedGraph available_backends capture",
+    "capture.eager_between": "eager_between",
     "errors": "BucketFileError BucketOverflow BucketedError CaptureError GraphBudgetExceeded "
     "InputMismatch JournalError ModeMismatch StaleGraph",
     "torch_internals.catalog": "torch_features",

@@ -27,8 +27,8 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
     if backend not in STORED:
         if store is not None:
             raise UserError(
-                "--store is for --backend inductor, aoti and cudagraph, got "
-                f"{backend}: leave one of them out"
+                f"--store is for --backend {', '.join(STORED)}, got {backend}: leave one of them "
+                "out"
             )
         yield backend
         return

@@ -21,6 +21,7 @@ from compiled_attn.models.hf import PagedCausalLM
 from compiled_attn.ops.sampling import greedy, sample
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
 from graphs.backends.eager import EagerBackend
+from graphs.backends.recorded import RecordedBackend
 from graphs.capture.contract import CaptureSpec
 
 __all__ = ["DeviceSteps", "NextTokens"]
@@ -80,7 +81,7 @@ class DeviceSteps:
         )
         self.others: Sequence[WarmupManager] = (self._sampler,)
         self.options: Mapping[str, Any] = (
-            {"in_place": True} if spec.backend.name == "cudagraph" else {}
+            {"in_place": True} if isinstance(spec.backend, RecordedBackend) else {}
         )
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
@@ -121,7 +122,7 @@ def _spec_for_sampling(spec: CaptureSpec) -> CaptureSpec:
     Nearly all of its time is sorting, for which compiled code calls torch too; and inductor of
     torch 2.11 fails on CUDA at the running sum of long rows.
     """
-    if spec.backend.name == "cudagraph":
+    if isinstance(spec.backend, RecordedBackend):
         return replace(spec, options={**spec.options, "compiler": "eager"})
     is_compiled = spec.backend.name in ("inductor", "aoti")
     return replace(spec, backend=EagerBackend(), options={}) if is_compiled else spec

@@ -19,7 +19,7 @@ from compiled_attn.step import PartsLayout, TableLayout
 
 __all__ = ["ChosenKernel", "chosen_kernel", "packs"]
 
-_BACKENDS = ("inductor", "aoti", "eager", "aot_eager", "cudagraph")
+_BACKENDS = ("inductor", "aoti", "eager", "aot_eager", "cudagraph", "accelerator")
 
 _log = logging.getLogger(__name__)
 

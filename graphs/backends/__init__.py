@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from graphs.backends.accelerator import AcceleratorBackend
 from graphs.backends.aoti import AotiBackend
 from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.backends.eager import EagerBackend
@@ -23,6 +24,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             InductorBackend(),
             InductorBackend(name="aot_eager", compiler="aot_eager"),
             AotiBackend(),
+            AcceleratorBackend(),
             CudaGraphBackend(),
             HpuBackend(),
             OnnxrtBackend(),

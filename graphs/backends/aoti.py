@@ -53,6 +53,7 @@ class AotiBackend(Backend):
     """
 
     name = "aoti"
+    blind_to = ("globals",)
     options = MappingProxyType({"package_path": None, "options": None})
 
     def available(self) -> str | None:

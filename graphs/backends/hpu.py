@@ -17,6 +17,7 @@ from torch import nn
 
 from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
+from graphs.capture.eager_between import Refusal, cut_by
 from graphs.capture.input_overlaps import named_tensors, watch_writes
 from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
@@ -35,6 +36,7 @@ class HpuBackend(Backend):
     """
 
     name = "hpu"
+    device = "hpu"
     options = MappingProxyType({"mode": "auto"})
 
     def available(self) -> str | None:
@@ -91,7 +93,8 @@ def _record(job: Job) -> Frozen:
         recorded = bridge.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
     except Exception as error:
         raise CaptureError(job.name, describe_failure(error)) from error
-    return job.warm_up(Frozen(run))
+    with cut_by(Refusal("an HPU graph is one recording")):
+        return job.warm_up(Frozen(run))
 
 
 class _Own(nn.Module):

@@ -15,7 +15,7 @@ broken one never silently runs a stale graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -35,10 +35,17 @@ class Backend(ABC):
     Attributes:
         name: what users choose it by.
         options: options of its captures with their defaults; None: it takes any.
+        device: the kind of device whose tensors it captures; None: any.
+        outputs_last: whether outputs stay as they are when a graph of the callable runs again.
+        blind_to: changes after the capture that it does not notice; of "globals" it computes the
+            old result then.
     """
 
     name: str
     options: Mapping[str, Any] | None = MappingProxyType({})
+    device: str | None = None
+    outputs_last: bool = True
+    blind_to: Collection[str] = ()
 
     def available(self) -> str | None:
         """Return None, or in one line why it cannot work here, and the remedy."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphs.backends.accelerator import AcceleratorBackend
 from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.capture.contract import Backend
 from graphs.store.factors import environment_factors
@@ -18,7 +19,7 @@ from graphs.store.stored import StoredAoti
 
 __all__ = ["STORED", "GraphStore", "open_store"]
 
-STORED = ("inductor", "aoti", "cudagraph")
+STORED = ("inductor", "aoti", "cudagraph", "accelerator")
 """Backends whose graphs can be stored."""
 
 
@@ -61,5 +62,9 @@ def open_store(backend: str, folder: Path) -> GraphStore:
         return GraphStore(StoredAoti(store))
     cache = store.inductor_cache(environment_factors()).__enter__()
     inductor = StoredInductor(store, cache.seal)
-    stored = CudaGraphBackend(inductor=inductor) if backend == "cudagraph" else inductor
+    recorded: Mapping[str, Callable[..., Backend]] = {
+        "cudagraph": CudaGraphBackend,
+        "accelerator": AcceleratorBackend,
+    }
+    stored = recorded[backend](inductor=inductor) if backend in recorded else inductor
     return GraphStore(stored, cache)

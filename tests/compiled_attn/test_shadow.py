@@ -133,6 +133,18 @@ def test_pypis_graphs_installed_over_ours_is_found_in_the_same_folder(project, s
     assert "pip uninstall graphs" in result.stderr
 
 
+def test_the_suite_for_backends_runs_where_it_is_installed(project, site):
+    (site / "pyvenv.cfg").write_text("")
+    (project / ".venv").symlink_to(site)  # a folder that pytest collects nothing in by itself
+    select = ("-k", "structures or test_theirs", "--import-mode=importlib")
+    options = ("--graphs-backend", "eager", *select)
+    result = pytest_in(project, [project / ".venv"], *options, console=True)
+    assert result.returncode == 0 and "1 passed" in result.stdout, result.stdout + result.stderr
+    write(project, SHADOWS["file"])
+    result = pytest_in(project, [site], *options)
+    assert result.returncode == 4 and "compiled_attn needs its own package" in result.stderr
+
+
 def test_where_warnings_are_errors_pytest_still_runs(project, site):
     write(project, SHADOWS["file"])
     result = pytest_in(project, [site], "-W", "error")

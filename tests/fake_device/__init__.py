@@ -23,7 +23,7 @@ from compiled_attn.ops import load
 from compiled_attn.ops.cpu.build import default_folder, find_compiler
 from graphs.store.lock import locked
 
-__all__ = ["NAME", "Counts", "counts", "open_device"]
+__all__ = ["NAME", "Counts", "allocated", "counts", "open_device"]
 
 NAME = "fake_device"
 
@@ -55,6 +55,11 @@ def counts() -> Counts:
     return Counts(*torch.ops.fake_device.counts())
 
 
+def allocated() -> int:
+    """Bytes of memory in use, on both devices; pools of graphs count what is alive in them."""
+    return int(torch.ops.fake_device.allocated())
+
+
 @functools.cache
 def open_device() -> torch.device:
     """Returns the device; builds and registers it on the first call of a process."""
@@ -77,6 +82,7 @@ def _module() -> types.ModuleType:
     module.current_device = torch.accelerator.current_device_index  # type: ignore[attr-defined]
     module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
     module.mem_get_info = lambda device: (3 * 2**28, 2**30)  # type: ignore[attr-defined]
+    module.memory_allocated = lambda device=None: allocated()  # type: ignore[attr-defined]
     module.get_rng_state = lambda device=0: torch.get_rng_state()  # type: ignore[attr-defined]
     module.set_rng_state = lambda state, device=0: None  # type: ignore[attr-defined]
     module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]

@@ -7,6 +7,10 @@
 // A copy that nobody waits for (non_blocking) has the device's order, but is as late as it may be:
 // what it brings to the host shows only at a later wait, and the host must leave alone what it
 // reads until then; where it does not, the copy counts as torn.
+//
+// Its graphs (`torch.accelerator.Graph`) are as strict as CUDA's: recording leaves memory as it was,
+// a replay knows addresses only, and memory that was freed while recording serves later recordings
+// of the same pool.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -15,10 +19,17 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#if __has_include(<ATen/core/GraphImplInterface.h>)  // torch 2.12
+#include <ATen/core/GraphImplInterface.h>
+#define HAS_GRAPHS
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -78,14 +89,64 @@ void copy_late(const at::Tensor& host, const at::Tensor& device, Queue& queue, b
   if (is_out) std::memset(place, 0x7f, host.nbytes());
 }
 
-void free_memory(void* memory) { std::free(memory); }
+// Memory of recordings. What was freed is there for the next one that shares the pool, as long as
+// anything uses the pool.
+struct Pool {
+  std::map<size_t, std::vector<void*>> free;
+  std::vector<void*> all;
+  c10::MempoolId_t id;
+  explicit Pool(c10::MempoolId_t id) : id(id) {}
+  ~Pool() {
+    for (auto* memory : all) std::free(memory);
+  }
+  void* take(size_t size) {
+    auto& known = free[size];
+    if (known.empty()) {
+      all.push_back(std::aligned_alloc(64, size));
+      return all.back();
+    }
+    auto* memory = known.back();
+    known.pop_back();
+    return memory;
+  }
+};
+
+// One allocation: its own memory, or that of a pool.
+struct Block {
+  void* memory;
+  size_t size;
+  std::shared_ptr<Pool> pool;
+};
+
+struct Recorded;
+thread_local Recorded* recording = nullptr;
+const std::shared_ptr<Pool>& pool_of(Recorded*);
+std::atomic<int64_t> bytes_allocated{0};
+
+void refuse_while_recording(const std::string& what) {
+  TORCH_CHECK(!recording, "fake_device: ", what, " is not permitted while a graph is recorded");
+}
+
+void free_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  bytes_allocated -= block->size;
+  if (block->pool) {
+    block->pool->free[block->size].push_back(block->memory);
+  } else {
+    std::free(block->memory);
+  }
+  delete block;
+}
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* memory = bytes ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr;
-    return {memory, memory, &free_memory, c10::Device(kDevice, current)};
+    if (!bytes) return {nullptr, nullptr, &free_block, c10::Device(kDevice, current)};
+    const auto size = (bytes + 63) / 64 * 64;
+    auto pool = recording ? pool_of(recording) : nullptr;
+    auto* memory = pool ? pool->take(size) : std::aligned_alloc(64, size);
+    bytes_allocated += size;
+    return {memory, new Block{memory, size, pool}, &free_block, c10::Device(kDevice, current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
   }
@@ -103,6 +164,7 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
   c10::Stream getStream(c10::Device device) const noexcept override {
     return c10::Stream(c10::Stream::DEFAULT, c10::Device(kDevice, index_of(device)));
   }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   void synchronizeDevice(c10::DeviceIndex device) const override { wait({kDevice, device}); }
   void synchronizeStream(const c10::Stream& stream) const override { wait(stream.device()); }
 
@@ -120,6 +182,7 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
     if (!*event) *event = new Event;
     *static_cast<Event*>(*event) = {device, queue.sent, !queue.late.empty() && queue.late.back().is_out};
   }
+  void block(void*, const c10::Stream&) const override {}  // one device does all in its order
   bool queryEvent(void* event) const override {
     std::lock_guard lock(late_mutex);
     const auto& known = *static_cast<Event*>(event);
@@ -136,6 +199,7 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
 
  private:
   static void wait(c10::Device device) {
+    refuse_while_recording("to wait for it");
     ++counts.waits;
     auto& queue = queues[index_of(device)];
     arrive(queue, queue.sent);
@@ -160,6 +224,61 @@ bool is_ours(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kDevice;
 }
 
+// A tensor of the CPU over the memory of one of ours, which has to outlive it.
+at::Tensor over_memory(const at::Tensor& ours, c10::Storage storage = {}) {
+  if (!storage) {
+    storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), ours.storage().nbytes(),
+        c10::DataPtr(const_cast<void*>(ours.storage().data()), c10::Device(c10::kCPU)),
+        c10::GetAllocator(c10::kCPU), true));
+  }
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), ours.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(
+      ours.sizes(), ours.strides(), ours.storage_offset());
+  return alias;
+}
+
+// What a graph has recorded: calls of kernels on addresses.
+struct Recorded {
+  struct Call {
+    c10::OperatorHandle op;
+    torch::jit::Stack arguments;
+    std::vector<at::Tensor> results;  // where they lie, if the call did not get that memory
+  };
+  std::shared_ptr<Pool> pool;
+  std::vector<Call> calls;
+  std::map<char*, std::vector<char>> before;  // memory that the recording must leave as it was
+
+  void will_touch(const at::Tensor& ours) {
+    auto* memory = static_cast<char*>(const_cast<void*>(ours.storage().data()));
+    if (memory) before.try_emplace(memory, memory, memory + ours.storage().nbytes());
+  }
+  void restore() {
+    for (auto& [memory, bytes] : before) std::memcpy(memory, bytes.data(), bytes.size());
+    before.clear();
+  }
+  void replay() const {
+    for (auto& call : calls) {
+      ++counts.kernels;
+      auto stack = call.arguments;
+      call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      size_t at = 0;
+      const auto keep = [&](const at::Tensor& made) {
+        const auto& place = call.results.at(at++);
+        if (place.defined() && place.numel()) place.copy_(made);
+      };
+      for (auto& value : stack) {
+        if (value.isTensor()) keep(value.toTensor());
+        if (value.isTensorList())
+          for (const at::Tensor& each : value.toTensorVector()) keep(each);
+      }
+    }
+  }
+};
+
+const std::shared_ptr<Pool>& pool_of(Recorded* recorded) { return recorded->pool; }
+
 // Tensors of the CPU over the memory of ours, for one call.
 class Aliases {
  public:
@@ -177,19 +296,8 @@ class Aliases {
     c10::Storage storage;
     for (auto& [device, host] : pairs_)
       if (device.unsafeGetStorageImpl() == key) storage = host;
-    if (!storage) {
-      void* memory = const_cast<void*>(ours.storage().data());
-      storage = c10::Storage(
-          c10::make_intrusive<c10::StorageImpl>(
-              c10::StorageImpl::use_byte_size_t(), ours.storage().nbytes(),
-              c10::DataPtr(memory, c10::Device(c10::kCPU)),
-              c10::GetAllocator(c10::kCPU), true));
-      pairs_.emplace_back(ours.storage(), storage);
-    }
-    auto alias = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), ours.dtype());
-    alias.unsafeGetTensorImpl()->set_sizes_and_strides(
-        ours.sizes(), ours.strides(), ours.storage_offset());
+    auto alias = over_memory(ours, storage);
+    if (!storage) pairs_.emplace_back(ours.storage(), alias.storage());
     made_.emplace_back(ours, alias);
     return alias;
   }
@@ -216,11 +324,23 @@ class Aliases {
  private:
   // Memory that the CPU has allocated becomes that of the device.
   void take(const c10::Storage& ours, const c10::Storage& host) {
+    if (recording) {  // which memory of its pool serves
+      auto memory = allocator.allocate(host.nbytes());
+      if (host.nbytes()) std::memcpy(memory.get(), host.data(), host.nbytes());
+      ours.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
+      ours.unsafeGetStorageImpl()->set_nbytes(host.nbytes());
+      return;
+    }
     auto* owner = new c10::Storage(host);
+    bytes_allocated += host.nbytes();
+    const auto free = [](void* context) {
+      auto* held = static_cast<c10::Storage*>(context);
+      bytes_allocated -= held->nbytes();
+      delete held;
+    };
     void* memory = const_cast<void*>(host.data());
     ours.unsafeGetStorageImpl()->set_data_ptr_noswap(
-        c10::DataPtr(memory, owner, [](void* held) { delete static_cast<c10::Storage*>(held); },
-                     c10::Device(kDevice, device_ < 0 ? current : device_)));
+        c10::DataPtr(memory, owner, free, c10::Device(kDevice, device_ < 0 ? current : device_)));
     ours.unsafeGetStorageImpl()->set_nbytes(host.nbytes());
   }
 
@@ -259,9 +379,13 @@ void run_on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto count = schema.arguments().size();
   const auto begin = stack->size() - count;
   ++counts.kernels;
-  if (waits_for_data(schema.name(), torch::jit::last(*stack, count))) ++counts.waits;
+  if (waits_for_data(schema.name(), torch::jit::last(*stack, count))) {
+    refuse_while_recording(schema.name());
+    ++counts.waits;
+  }
   Aliases aliases;
   auto taken = [&](const at::Tensor& tensor) {
+    if (is_ours(tensor) && recording) recording->will_touch(tensor);
     if (is_ours(tensor)) return aliases.of(tensor);
     TORCH_CHECK(
         !tensor.defined() || tensor.dim() == 0, "fake_device: expected all tensors on one device, got ",
@@ -289,19 +413,30 @@ void run_on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   // Other accelerators have it for integers, so models take it there.
   const bool counts_integers = schema.name() == "aten::histc" && !(*stack)[begin].toTensor().is_floating_point();
   if (counts_integers) (*stack)[begin] = (*stack)[begin].toTensor().to(at::kDouble);
+  Recorded::Call call{op, {}, {}};
+  if (recording) call.arguments.assign(stack->begin() + begin, stack->end());
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   if (counts_integers) stack->back() = stack->back().toTensor().to(at::kInt);
   const auto results = schema.returns().size();
+  const auto back = [&](const at::Tensor& host) {
+    const auto ours = aliases.back(host);
+    if (recording) {
+      const bool is_there = !ours.defined() || ours.storage().data() == host.storage().data();
+      call.results.push_back(is_there ? at::Tensor() : over_memory(ours));
+    }
+    return ours;
+  };
   for (auto at = stack->size() - results; at < stack->size(); ++at) {
     c10::IValue& value = (*stack)[at];
     if (value.isTensor()) {
-      value = aliases.back(value.toTensor());
+      value = back(value.toTensor());
     } else if (value.isTensorList()) {
       std::vector<at::Tensor> all;
-      for (const at::Tensor& each : value.toTensorVector()) all.push_back(aliases.back(each));
+      for (const at::Tensor& each : value.toTensorVector()) all.push_back(back(each));
       value = c10::List<at::Tensor>(all);
     }
   }
+  if (recording) recording->calls.push_back(std::move(call));
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
@@ -323,6 +458,13 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  if (recording) {
+    if (!is_ours(self) || !is_ours(to)) refuse_while_recording("a copy from or to the host");
+    recording->will_touch(to);
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+    recording->calls.push_back(
+        {op, {over_memory(to), over_memory(self), non_blocking}, {at::Tensor()}});
+  }
   Aliases aliases;
   if (!is_ours(self)) ++counts.copies_in;
   if (!is_ours(to)) ++counts.copies_out;
@@ -346,6 +488,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 }
 
 c10::Scalar item(const at::Tensor& self) {
+  refuse_while_recording("to read a number from it");
   ++counts.waits;
   arrive_all();
   Aliases aliases;
@@ -364,7 +507,54 @@ at::Tensor& set_storage(at::Tensor& self, c10::Storage storage, int64_t offset,
   return self;
 }
 
+#ifdef HAS_GRAPHS
+struct Graph final : at::GraphImplInterface {
+  explicit Graph(const at::GraphImplArgs&) {}
+  ~Graph() override {
+    if (recording == &recorded_) recording = nullptr;
+  }
+  void capture_begin(c10::MempoolId_t pool, at::GraphCaptureMode) override {
+    static std::map<c10::MempoolId_t, std::weak_ptr<Pool>> pools;
+    static c10::CaptureId_t made = 0;
+    refuse_while_recording("to record another");
+    TORCH_CHECK(!recorded_.pool, "fake_device: the graph has recorded already: reset it");
+    if (pool == c10::MempoolId_t{0, 0}) pool = {0, ++made};
+    auto known = pools[pool].lock();
+    recorded_.pool = known ? known : std::make_shared<Pool>(pool);
+    pools[pool] = recorded_.pool;
+    recording = &recorded_;
+  }
+  void capture_end() override {
+    TORCH_CHECK(recording == &recorded_, "fake_device: no recording has begun");
+    recording = nullptr;
+    recorded_.restore();
+  }
+  void instantiate() override {}
+  void replay() override {
+    refuse_while_recording("a replay");
+    TORCH_CHECK(recorded_.pool, "fake_device: the graph has recorded nothing");
+    recorded_.replay();
+  }
+  void reset() override { recorded_ = {}; }
+  c10::MempoolId_t pool() const override {
+    TORCH_CHECK(recorded_.pool, "fake_device: the graph has recorded nothing");
+    return recorded_.pool->id;
+  }
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string&) override {}
+
+ private:
+  Recorded recorded_;
+};
+#endif
+
 }  // namespace
+
+#ifdef HAS_GRAPHS
+namespace at {  // where the registry's macro finds its names
+REGISTER_GRAPH_IMPL(FAKE_DEVICE, ::Graph)
+}
+#endif
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_device>());
@@ -392,6 +582,7 @@ TORCH_LIBRARY(fake_device, m) {
     return std::vector<int64_t>{
         counts.copies_in, counts.copies_out, counts.waits, counts.kernels, counts.torn};
   });
+  m.def("allocated() -> int", []() { return bytes_allocated.load(); });
   m.def("open() -> ()", []() {
     static Hooks hooks;
     if (!at::isPrivateUse1HooksRegistered()) at::RegisterPrivateUse1HooksInterface(&hooks);

@@ -55,10 +55,16 @@ def to_onnx(graph: GraphModule, inputs: Sequence[Any]) -> OnnxGraph:
     Changes what `graph` returns to the results of the model.
 
     Raises:
-        NoOnnx: it has symbolic sizes, or an operator that ONNX does not have.
+        NoOnnx: it has symbolic sizes, random numbers, or an operator that ONNX does not have.
     """
     if not all(isinstance(value, Tensor) for value in inputs):
         raise NoOnnx("the graph has symbolic sizes: compile it with dynamic=False")
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise NoOnnx(
+                f"{node.target} draws random numbers, and ONNX Runtime not from torch's generator: "
+                "make them an input"
+            )
     _widen_indices(graph)
     results = _Results(graph)
     results.take_over()

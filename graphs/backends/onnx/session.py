@@ -103,8 +103,12 @@ class OnnxSession:
             elif index < 0:
                 returned.append(inputs[~index])
             else:  # the new value of an input may be the input itself: return a copy
-                value = results[index]
-                returned.append(value.clone() if index in updates else value)
+                value, like = results[index], self._graph.examples[index]
+                if not like.is_contiguous():  # as all that ONNX Runtime writes
+                    value = torch.empty_strided(like.shape, like.stride()).copy_(value)
+                elif index in updates:
+                    value = value.clone()
+                returned.append(value)
         return returned
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from graphs.backends.cudagraph import CudaGraphBackend, CudaRecorder, Recording
+from graphs.backends.accelerator import AcceleratorBackend
+from graphs.backends.cudagraph import CudaGraphBackend, CudaRecorder
+from graphs.backends.recorded import Recording
+from graphs.capture.contract import Backend
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -76,7 +80,7 @@ RUNS = [
 ]
 
 
-def engine_on(device: str, backend: str, family: str, **changes) -> Engine:
+def engine_on(device: str, backend: str | Backend, family: str, **changes) -> Engine:
     """Warmed up, on a device that is there."""
     if device == "fake_device":
         if torch.cuda.is_available():
@@ -155,6 +159,25 @@ def test_nan_in_the_null_block_and_in_unused_blocks_changes_nothing(device, back
     assert generated(engine, poison) == on_cpu(family)
     assert engine.report().nonfinite_rows == 0
     assert_replayed(engine)
+
+
+class OfAccelerator(AcceleratorBackend):
+    """Records eager code with torch's own graphs."""
+
+    options: ClassVar = {**AcceleratorBackend.options, "compiler": "eager"}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.accelerator, "Graph"), reason="torch 2.13 is the first with its Graph"
+)
+@pytest.mark.parametrize("device", ["fake_device", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILIES.get)
+def test_steps_replay_graphs_of_the_accelerator(device, family):
+    engine = engine_on(device, OfAccelerator(), family)
+    assert generated(engine) == on_cpu(family)
+    report = engine.report()
+    assert (report.compiles_after_warmup, report.graph_breaks, report.fallbacks) == (0, 0, 0)
+    assert report.kernel == "native" and report.replays >= report.steps > 0
 
 
 @pytest.mark.parametrize("name", SAMPLED)

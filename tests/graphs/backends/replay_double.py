@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.cudagraph import Recording
+from graphs.backends.recorded import Recorder, Recording
 
 
 class Moved(AssertionError):
     """A tensor that was recorded lies elsewhere by now."""
 
 
-class ReplayDouble:
+class ReplayDouble(Recorder):
     """Records calls; a replay runs them on the same tensors, and overwrites the same outputs.
 
     All recordings write their outputs to one pool, from its start, as graphs that share memory may.
@@ -31,6 +32,12 @@ class ReplayDouble:
         self.watched, self.device = watched, device
         self.pool = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
         self.warm_runs = self.replays = self.closed = 0
+
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def recording(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError("it records whole calls only")
 
     def warm(self, call: Callable[[], Any], runs: int) -> None:
         for _ in range(runs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +21,9 @@ from graphs import (
     linear,
     no_compile,
 )
-from graphs.backends import cudagraph
 from graphs.backends.cudagraph import CudaGraphBackend, CudaRecorder
+from graphs.backends.recorded import _places
+from graphs.capture.contract import CaptureSpec, Job
 from graphs.store import ArtifactStore, StoredInductor
 from tests.graphs.backends.replay_double import ReplayDouble
 
@@ -266,17 +267,18 @@ def test_buckets_share_compiled_code_and_a_later_start_only_records(scene, tmp_p
     assert second.compiles == 0 and len(second.loaded) == len(second.results)
 
 
-def test_all_inputs_lie_on_one_device_whose_streams_are_recorded(monkeypatch):
-    current = []
-    monkeypatch.setattr(
-        torch.cuda, "device", lambda device: current.append(device) or nullcontext()
-    )
+def test_all_inputs_lie_on_one_device_whose_streams_are_recorded(scene):
+    def places(*inputs):
+        return _places("cuda", Job(torch.add, inputs, CaptureSpec(scene.backend)))
+
     with FakeTensorMode():
-        one, two = (torch.empty(2, device=f"cuda:{n}") for n in (1, 0))
-    with cudagraph._on("cuda", [3, one, one]):
-        assert current == [torch.device("cuda", 1)]
+        one, two, host = (torch.empty(2, device=device) for device in ("cuda:1", "cuda:0", "cpu"))
+    assert places(3, one, one) == (torch.device("cuda", 1), {})
+    assert places(one, host) == (torch.device("cuda", 1), {1: "input 1"})
     with pytest.raises(ValueError, match="input 1 is on cuda:0; expected all tensors on cuda:1"):
-        cudagraph._on("cuda", [one, two])
+        places(one, two)
+    with pytest.raises(ValueError, match="input 0 is on cpu; expected all tensors on cuda"):
+        places(host)
 
 
 def test_graphs_are_recorded_on_a_stream_of_their_own_device(monkeypatch):

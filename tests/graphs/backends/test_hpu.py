@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs import CaptureError, capture, no_compile
+from graphs import CaptureError, capture, eager_between, no_compile
 from graphs.backends import hpu
 from graphs.backends.hpu import HpuBackend
 from tests.graphs.backends.hpu_bridge import Bridge, stubbed_bridge
@@ -49,6 +49,12 @@ def test_lazy_mode_wraps_once_and_marks_a_step_around_each_run(bridge):
 def test_a_function_is_wrapped_as_a_module(bridge):
     graph = capture(lambda x, n: x * n, [torch.ones(2), 3], backend=BACKEND)
     assert graph.run(torch.ones(2), 3).tolist() == [3, 3]
+
+
+def test_marked_functions_are_refused(bridge):
+    marked = eager_between(lambda x: x + 1)
+    with pytest.raises(CaptureError, match=r"'<lambda>' is marked .* an HPU graph is one rec"):
+        capture(lambda x: marked(x) * 2, [torch.ones(2)], backend=BACKEND)
 
 
 def test_each_bucket_is_a_graph_of_its_own(bridge):
