@@ -163,7 +163,8 @@ def constants(subject: Subject) -> None:
     x = subject.rand(3)
     graph = subject.capture(function, x, *given)
     expect_same(graph.run(x, *given), function(x, *given))
-    for at, other in enumerate((4, 0.25, False, "other", 1)):
+    others: tuple[Any, ...] = 4, 0.25, False, "other", 1
+    for at, other in enumerate(others):
         try:
             got = graph.run(x, *given[:at], other, *given[at + 1 :])
         except InputMismatch:
