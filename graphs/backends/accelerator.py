@@ -61,7 +61,7 @@ class AcceleratorBackend(RecordedBackend):
     def device(self) -> str | None:  # type: ignore[override]
         """The kind of the current accelerator."""
         accelerator = torch.accelerator.current_accelerator()
-        return accelerator and accelerator.type
+        return None if accelerator is None else accelerator.type
 
     def available(self) -> str | None:
         """Needs torch 2.13 and an accelerator that has graphs, unless something else records."""

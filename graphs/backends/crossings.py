@@ -89,7 +89,7 @@ class Observer(TorchDispatchMode):
     """
 
     def __init__(self, device: str, host: Mapping[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[MarkedCall] = []
         self._device, self._settings = device, Settings.current()
         self._host = {address_of(tensor): name for name, tensor in host.items()}
@@ -154,7 +154,7 @@ class Observer(TorchDispatchMode):
                     f"'{call.name}' returns a view of an argument with another dtype "
                     f"({shown(leaf)}): return a clone()"
                 )
-            offset = leaf.storage_offset() - argument.storage_offset()
+            offset = int(leaf.storage_offset() - argument.storage_offset())
             return MarkedResult(leaf, "argument", call.given[address], offset)
         self._expect_given(call, leaf, "returns")
         if address in call.others:

@@ -160,7 +160,8 @@ class RecordedBackend(Backend):
                 call = code.run
                 record: Callable[..., Recording] = recorder.record
                 if _calls_marked(recorder, lambda: call(*statics), max(1, warm_runs), host):
-                    observer = Observer(recorder.device, {n: statics[i] for i, n in host.items()})
+                    on_host: Any = {name: statics[index] for index, name in host.items()}
+                    observer = Observer(recorder.device, on_host)
                     recorder.warm(lambda: observer.run(lambda: call(*statics)), 1)
                     record = partial(
                         _record_cut, CutRecording(job.name, observer, recorder.recording)

@@ -128,11 +128,22 @@ class Pair(NamedTuple):
 
 @case("outputs have the structure that the callable gives them, constants in it included")
 def structures(subject: Subject) -> None:
-    """Dictionaries, lists and named tuples in each other."""
+    """Dictionaries, lists and tuples in each other."""
 
     def function(x: Tensor) -> Any:
-        pair = Pair(x * 2, None)
-        return {"pair": pair, "list": [x + 1, 3, "name"], "tuple": (True, {"deep": x - 1})}
+        return {"list": [x + 1, 3, "name", None], "tuple": (True, {"deep": x - 1})}
+
+    graph = subject.capture(function, subject.rand(3))
+    x = subject.rand(3)
+    expect_same(graph.run(x), function(x))
+
+
+@case("outputs may be named tuples, which keep their class", may_refuse=True)
+def named_tuples(subject: Subject) -> None:
+    """A pair."""
+
+    def function(x: Tensor) -> Pair:
+        return Pair(x * 2, None)
 
     graph = subject.capture(function, subject.rand(3))
     x = subject.rand(3)
@@ -163,7 +174,8 @@ def constants(subject: Subject) -> None:
     x = subject.rand(3)
     graph = subject.capture(function, x, *given)
     expect_same(graph.run(x, *given), function(x, *given))
-    for at, other in enumerate((4, 0.25, False, "other", 1)):
+    others: tuple[Any, ...] = 4, 0.25, False, "other", 1
+    for at, other in enumerate(others):
         try:
             got = graph.run(x, *given[:at], other, *given[at + 1 :])
         except InputMismatch:

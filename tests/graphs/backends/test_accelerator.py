@@ -104,6 +104,37 @@ def test_metadata_on_the_host_is_an_input_of_marked_functions(device, index):
         torch.testing.assert_close(out.cpu(), function(x, lengths))
 
 
+def test_buckets_with_marked_functions_share_a_pool(device):
+    @eager_between
+    def attend(x, lengths):
+        return torch.cat([part.softmax(0) for part in x.split(lengths.tolist())])
+
+    def function(x, lengths):
+        for layer in range(3):  # what is read after the cut was made before it
+            doubled, before = x * 2, x + layer
+            x = (attend(doubled - 1, lengths) + before.cos()).sin() + x
+        return x, attend(x, lengths)
+
+    manager = WarmupManager(
+        function,
+        linear(rows=(4, 4, 16)),
+        lambda bucket: [
+            torch.zeros(bucket.rows, 3, device=device),
+            torch.tensor([bucket.rows, 0, 0]),
+        ],
+        backend="accelerator",
+        compiler="eager",
+    )
+    manager.warmup()
+    generator = torch.Generator().manual_seed(0)
+    for rows in (4, 16, 8, 4, 12, 16):
+        first = int(torch.randint(rows, (1,), generator=generator))
+        lengths = torch.tensor([first, rows - first - 1, 1])
+        x = torch.randn(rows, 3, generator=generator)
+        got = manager({"rows": rows}, x.to(device), lengths)
+        torch.testing.assert_close([each.cpu() for each in got], [*function(x, lengths)])
+
+
 @pytest.mark.parametrize("reads", [lambda x, n: x * n.sum(), lambda x, n: x * int(n[0])])
 def test_an_input_on_the_host_that_a_segment_reads_is_refused(device, reads):
     marked = eager_between(lambda x: x + 1)
