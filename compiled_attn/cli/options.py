@@ -173,6 +173,7 @@ class ServeOptions(ModelOptions):
     no_store: bool = _NO_STORE
     strict: bool = setting("strict")
     buckets: Path | None = setting("buckets")
+    learn_buckets: Path | None = setting("learn_buckets")
     max_seqs: int = setting("max_seqs")
     max_graphs: int = setting("max_graphs", metavar="N")
     context: int | None = setting("context")
@@ -223,6 +224,7 @@ class RunOptions(SamplingOptions, ServingOptions):
     warmup_journal: Path | None = setting("warmup_journal")
     defrag_waste: float | None = setting("defrag_waste", metavar="SHARE")
     buckets: Path | None = setting("buckets")
+    learn_buckets: Path | None = setting("learn_buckets")
     max_graphs: int | None = setting("max_graphs", default=None)
     context: int | None = setting("context")
     check: int = option(
