@@ -281,6 +281,15 @@ class PlanOptions(ServingOptions):
         1800, "Streams of the device for captures, likewise.", min=1, panel=_ENGINE
     )
     max_graphs: int = option(24, "Buckets at most.", metavar="K", min=1, max=1000, panel=_RESULT)
+    measured: Path | None = option(
+        None, "What captures took: the journal of `run --warmup-journal FILE`.", panel=_RESULT
+    )
+    max_seconds: float | None = option(
+        None, "Seconds of warmup at most, by --measured.", metavar="S", panel=_RESULT
+    )
+    max_bytes: str | None = option(
+        None, "Memory of graphs at most, by --measured: 2GiB.", metavar="SIZE", panel=_RESULT
+    )
     rho: float = option(
         3.0,
         "No need may pay more than X times its own cost; 0: no such guard.",
