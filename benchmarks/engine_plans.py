@@ -2,9 +2,9 @@
 
 For each public trace and engine the steps are simulated within the engine's limits. The plan is
 made for the first half, and both are evaluated on the second by the engine's own picking rule: the
-smallest size that fits a step in vLLM and SGLang, the first bucket in order in vLLM's Gaudi plugin.
-Padding is the cost of the buckets over the cost of the needs, less 1 (rows in vLLM and SGLang). Two
-budgets: as many graphs as the ladder has, and half of them.
+smallest sizes that fit a step, or the first bucket in order in vLLM's Gaudi plugin. Padding is the
+cost of the buckets over the cost of the needs, less 1 (rows where there is one axis). Two budgets:
+as many graphs as the ladder has, and half of them.
 
     python benchmarks/engine_plans.py --traces ../shared/traces --requests 4000
 """
@@ -38,7 +38,7 @@ def compare(engine: str, part: EnginePart, needs: Demand) -> None:
         took = time.perf_counter() - started
         theirs, ours = found.theirs, found.ours
         print(
-            f"  {engine:<11} {part.name:<7} {theirs.graphs:>4} {theirs.unused:>5} "
+            f"  {engine:<13} {part.name:<7} {theirs.graphs:>4} {theirs.unused:>5} "
             f"{theirs.waste:>7.1%} | {ours.graphs:>4} {ours.waste:>7.1%}  "
             f"beyond {found.outside:.0%}, {took:.0f} s",
             flush=True,

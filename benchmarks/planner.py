@@ -23,7 +23,9 @@ from compiled_attn.planner import Demand, Judgement, PlanReport, judge, plan
 from compiled_attn.planner.formats import FORMATS
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
 from compiled_attn.planner.simulator.kinds import StepKind, step_kind, within
+from compiled_attn.planner.simulator.ladders import ladders_within
 from compiled_attn.workloads import Arrival, read_trace
+from graphs.buckets.learned import buckets_for
 
 MOST_GRAPHS = 256
 
@@ -160,7 +162,24 @@ def at_64(scene: Scene, score: Score) -> None:
     print(f"{guard}; the worst of the second half paid {held.worst:.2f}")
 
 
-PARTS = {"ladders": beside_ladders, "64": at_64}
+def learned(scene: Scene, score: Score) -> None:
+    """Compare a ladder of 24 with the same and eight buckets learned on the first half."""
+    kind = scene.kind
+    ladder = ladders_within(kind, 24)["exponential"].with_cost(kind.cost)
+    first = scene.first.project(ladder.names).histogram()
+    counts = dict(zip(map(tuple, first.points.tolist()), first.weights.tolist(), strict=True))
+    started = time.perf_counter()
+    space = buckets_for(counts, ladder, len(ladder) + 8)
+    took = time.perf_counter() - started
+    before, after = (judge(each, scene.second, kind.cost) for each in (ladder, space))
+    print(
+        f"  exponential ladder of {len(ladder)}: waste {before.waste:.1%}; with "
+        f"{len(space) - len(ladder)} learned in {took:.1f} s {after.waste:.1%}: "
+        f"{score.verdict(after.waste <= before.waste)}"
+    )
+
+
+PARTS = {"ladders": beside_ladders, "64": at_64, "learned": learned}
 
 
 def main() -> None:

@@ -173,6 +173,7 @@ class ServeOptions(ModelOptions):
     no_store: bool = _NO_STORE
     strict: bool = setting("strict")
     buckets: Path | None = setting("buckets")
+    learn_buckets: Path | None = setting("learn_buckets")
     max_seqs: int = setting("max_seqs")
     max_graphs: int = setting("max_graphs", metavar="N")
     context: int | None = setting("context")
@@ -223,6 +224,7 @@ class RunOptions(SamplingOptions, ServingOptions):
     warmup_journal: Path | None = setting("warmup_journal")
     defrag_waste: float | None = setting("defrag_waste", metavar="SHARE")
     buckets: Path | None = setting("buckets")
+    learn_buckets: Path | None = setting("learn_buckets")
     max_graphs: int | None = setting("max_graphs", default=None)
     context: int | None = setting("context")
     check: int = option(
@@ -279,6 +281,15 @@ class PlanOptions(ServingOptions):
         1800, "Streams of the device for captures, likewise.", min=1, panel=_ENGINE
     )
     max_graphs: int = option(24, "Buckets at most.", metavar="K", min=1, max=1000, panel=_RESULT)
+    measured: Path | None = option(
+        None, "What captures took: the journal of `run --warmup-journal FILE`.", panel=_RESULT
+    )
+    max_seconds: float | None = option(
+        None, "Seconds of warmup at most, by --measured.", metavar="S", panel=_RESULT
+    )
+    max_bytes: str | None = option(
+        None, "Memory of graphs at most, by --measured: 2GiB.", metavar="SIZE", panel=_RESULT
+    )
     rho: float = option(
         3.0,
         "No need may pay more than X times its own cost; 0: no such guard.",

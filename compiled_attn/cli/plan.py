@@ -16,6 +16,7 @@ from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sizing import LAYOUTS, Sizing, StepSize, step_limits, work_of
 from compiled_attn.planner import CostModel, Demand, PlanReport, read_demand
+from compiled_attn.planner.measured import read_limits
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
 from compiled_attn.planner.simulator.kinds import StepKind, step_kind
 from compiled_attn.planner.simulator.ladders import SplitPlan
@@ -41,6 +42,8 @@ def run_plan(options: PlanOptions) -> int:
         from compiled_attn.cli.plan_for import run_plan_for
 
         return run_plan_for(options)
+    limits = options.max_graphs, options.max_seconds, options.max_bytes
+    budget, costs = read_limits(*limits, options.measured)
     with bad_input():
         recorded = None if options.demand is None else _recorded(options.demand, options.kernel)
         sizing, engine, steps = _engine(options, recorded)
@@ -50,7 +53,9 @@ def run_plan(options: PlanOptions) -> int:
         else:
             assert options.trace is not None
             needs = _simulated(options, options.trace, sizing, engine)[steps.name]
-        found = SplitPlan(steps, needs, sizing.buckets, options.max_graphs, options.rho or None)
+        found = SplitPlan(
+            steps, needs, sizing.buckets, budget, options.rho or None, expenses=costs.expenses
+        )
         _print(found, options.max_graphs)
         _write(options, found)
     return 0
@@ -64,6 +69,10 @@ def _refuse_contradictions(options: PlanOptions) -> None:
         for name in ("requests", "scale", "speed", "concurrency"):
             if getattr(options, name) is not None:
                 raise UserError(f"expected --{name} with --trace only: give one, or leave it out")
+    for name in ("measured", "max_seconds", "max_bytes") if options.format is not None else ():
+        if getattr(options, name) is not None:
+            flag = name.replace("_", "-")
+            raise UserError(f"expected --{flag} without --format: captures are of this engine")
     known_backend(options)
     if options.rho != 0 and not options.rho > 1:
         raise UserError(f"expected --rho above 1, or 0 for no guard, got {options.rho:g}")
@@ -169,10 +178,16 @@ def _print(found: SplitPlan, max_graphs: int) -> None:
 
 
 def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
+    spent = [
+        *([] if plan.seconds is None else [f"{plan.seconds:.3g} s of warmup"]),
+        *([] if plan.bytes is None else [f"{plan.bytes / 2**20:.3g} MiB of graphs"]),
+    ]
     remarks = [
         f"The plan wastes {plan.waste:.1%} on the first half. No legal need pays above "
         f"{plan.guard:.3g} times its cost."
     ]
+    if spent:
+        remarks.append(f"It takes {' and '.join(spent)}, by the measured captures.")
     if cut:
         remarks.append(f"{cut:.2%} of the steps are left out: the engine splits them.")
     if needs.total < _ENOUGH_STEPS:

@@ -268,6 +268,8 @@ def _write(
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.record_demand is not None:
         options.record_demand.write_text("".join(needs), encoding="utf-8")
+    if engine.sizing.recorded is not None:
+        engine.sizing.recorded.close()
     if options.report is not None:
         charts = {"series": block_series(engine.tally.blocks, engine.sizing.num_blocks - 1)}
         unchecked = {} if report.checked_requests else {"mismatched_tokens": None}

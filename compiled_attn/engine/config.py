@@ -88,6 +88,11 @@ class EngineConfig:
         "requests (native); by default a ladder of at most max_graphs.",
     )
     max_graphs: int = setting(24, "Graphs to capture at most.", least=1)
+    learn_buckets: str | Path | None = setting(
+        None,
+        "File in which the sizes of steps are counted; the next start adds up to a third of "
+        "max_graphs, at least one, where steps were padded most.",
+    )
     defrag_waste: float | None = setting(
         None,
         "Move blocks between steps, a few at a time, when more than this share of their range is "

@@ -90,7 +90,7 @@ class Engine:
         self.memory = BlockMemory(self.executor, config)
         step = self.sizing.step or StepSize.of(config, self.sizing.layout.symbolic)
         self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs)
-        self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
+        self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost, self.sizing.recorded)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self._steps = StepRunner(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None

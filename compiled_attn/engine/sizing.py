@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,12 +13,17 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.models.hf import context_limit
 from compiled_attn.step import ModelWork, PartsLayout, StepLayout, StepLimits, TableLayout
 from compiled_attn.step.divided import BlockShare
-from graphs import BucketOverflow, BucketSpace
+from graphs import BucketFileError, BucketOverflow, BucketSpace
 from graphs.backends import BACKENDS
+from graphs.buckets.learned import buckets_for
+from graphs.buckets.recorded import RecordedSizes
 
 __all__ = ["LAYOUTS", "LayoutType", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
 
+_log = logging.getLogger(__name__)
+
 _ONE_COMPILE, _COMPILE_EACH = 512, 256
+_LEARNED_SHARE = 3  # of max_graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class Sizing:
         buckets: shapes to capture, with the layout's cost.
         step: the most tokens of a step, and the reason; None: as configured.
         ranks: how many share the cache.
+        recorded: counts the needs of steps, with ``learn_buckets``.
     """
 
     context: int
@@ -93,6 +100,7 @@ class Sizing:
     cache: CacheSize | None = None
     step: StepSize | None = None
     ranks: int = 1
+    recorded: RecordedSizes | None = None
 
     @staticmethod
     def of(
@@ -113,10 +121,21 @@ class Sizing:
         limits = step_limits(config, step.tokens, context, num_blocks)
         steps = layout(num_blocks, config.block_size, limits.context_blocks)
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
+        if recorded := _recorded(config, buckets.names):
+            buckets = _with_learned(config, buckets, recorded)
         vocab = model.config.get_text_config().vocab_size
         step = step.within(limits.tokens)
         sizing = Sizing(
-            context, vocab, config.block_size, num_blocks, steps, buckets, cache, step, ranks
+            context,
+            vocab,
+            config.block_size,
+            num_blocks,
+            steps,
+            buckets,
+            cache,
+            step,
+            ranks,
+            recorded,
         )
         sizing._refuse_steps_beyond_memory(model)
         return sizing
@@ -168,6 +187,24 @@ def _buckets(config: EngineConfig, layout: StepLayout, limits: StepLimits) -> Bu
     if largest is not None and config.strict:
         _refuse_small(space, largest)
     return space
+
+
+def _recorded(config: EngineConfig, names: Sequence[str]) -> RecordedSizes | None:
+    if config.learn_buckets is None:
+        return None
+    try:
+        return RecordedSizes(config.learn_buckets, names)
+    except BucketFileError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _with_learned(
+    config: EngineConfig, ladder: BucketSpace, recorded: RecordedSizes
+) -> BucketSpace:
+    room = max(1, config.max_graphs // _LEARNED_SHARE)
+    learned = buckets_for(recorded.counts, ladder, max(len(ladder), config.max_graphs) + room)
+    _log.info("%d buckets learned from %s", len(learned) - len(ladder), recorded.path)
+    return learned
 
 
 def _check_axes(space: BucketSpace, layout: StepLayout) -> None:

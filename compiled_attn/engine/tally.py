@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs import Bucket
+from graphs.buckets.recorded import RecordedSizes
 
 __all__ = ["BINS", "Percentiles", "Series", "StepRecord", "Tally", "bin_of", "quantile"]
 
@@ -122,15 +123,22 @@ class Tally:
 
     Args:
         cost: relative cost of a bucket.
+        recorded: counts the needs in a file, too.
 
     Attributes:
         blocks: blocks in use and the highest of them, over the busy seconds.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], cost: Callable[[Bucket], float]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        cost: Callable[[Bucket], float],
+        recorded: RecordedSizes | None = None,
+    ) -> None:
         self.blocks = Series()
         self.last: StepRecord | None = None
         self._cost = cost
+        self._recorded = recorded
         self._row_of = {bucket: row for row, bucket in enumerate(buckets)}
         sizes = (f"{kind} {axis}" for kind in ("need", "bucket") for axis in _AXES)
         names = ["steps", "cut_steps", *_OF_STEP, *sizes]
@@ -158,6 +166,8 @@ class Tally:
         np.maximum.at(self._longest, np.array([0, 1 + row]), (longest, step.seconds))
         self.blocks.put(self["seconds"] + step.seconds, step.blocks_used, step.highest_used)
         np.add.at(self._sums, at, amounts)
+        if self._recorded is not None:
+            self._recorded.add(tuple([step.need[name] for name in self._recorded.names]))
 
     def count_failure(self) -> None:
         """Counts a request that ended with an error before its first step."""

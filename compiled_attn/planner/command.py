@@ -8,15 +8,13 @@ from typing import Annotated
 
 import typer
 
-from compiled_attn.planner import Budget, CostModel, read_demand
 from compiled_attn.planner import plan as choose
+from compiled_attn.planner import read_demand
+from compiled_attn.planner.measured import read_limits
 from graphs.buckets.file import to_file
 from graphs.cli.errors import UserError, exit_code_of
-from graphs.errors import parse_json, quoted
 
 __all__ = ["plan", "run_command"]
-
-_MAX_SECONDS = 1e9
 
 
 def plan(
@@ -29,11 +27,17 @@ def plan(
     max_graphs: Annotated[int, typer.Option(min=1, metavar="K", help="Buckets at most.")] = 64,
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Cost of buckets, as `warmup --json FILE` measured it."),
+        typer.Option(
+            metavar="FILE", help="What buckets cost: of `warmup --json FILE`, or a journal."
+        ),
     ] = None,
     max_seconds: Annotated[
         float | None,
         typer.Option(metavar="S", help="Seconds of warmup at most, by --measured."),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of graphs at most, by --measured: 2GiB."),
     ] = None,
     rho: Annotated[
         float | None,
@@ -52,24 +56,17 @@ def plan(
     """
     if out is not None and out.is_dir():
         raise UserError(f"cannot write {out}: it is a directory, name a file")
-    if max_seconds is not None and measured is None:
-        raise UserError("--max-seconds needs --measured: the seconds of some captures")
-    cost, seconds = _read_warmup(measured) if measured else (None, None)
+    budget, costs = read_limits(max_graphs, max_seconds, max_bytes, measured)
     try:
         demand = read_demand(needs)
     except ValueError as error:  # names the file and the line
         raise UserError(str(error)) from error
     try:
-        report = choose(
-            demand,
-            cost,
-            Budget(graphs=max_graphs, seconds=max_seconds),
-            seconds=seconds,
-            rho=rho or None,
-        )
+        report = choose(demand, costs.run, budget, rho=rho or None, **costs.expenses)
     except ValueError as error:
         raise UserError(f"{needs}: {error}") from error
-    typer.echo(str(report))
+    for line in (*costs.notes, str(report)):
+        typer.echo(line)
     if out is not None:
         try:
             to_file(report.space, out)
@@ -77,34 +74,6 @@ def plan(
             raise UserError(f"cannot write {out}: {error}") from error
         typer.echo(f"{len(report.space)} buckets in {out}")
     return 0
-
-
-def _read_warmup(path: Path) -> tuple[CostModel, CostModel]:
-    """Cost and warmup seconds of a bucket, from the captured buckets whose runs were timed."""
-    try:
-        rows = [
-            (dict(row["bucket"]), float(row["run_seconds"]), float(row["seconds"]))
-            for row in parse_json(path.read_bytes())["buckets"]
-            if row["status"] == "captured" and row["run_seconds"] is not None
-        ]
-    except OSError as error:
-        raise UserError(f"{path}: not readable as a warmup: {error}") from error
-    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
-        raise UserError(f"{path}: expected a file that `warmup --json` wrote") from error
-    if not rows:
-        raise UserError(f"{path}: no captured bucket whose run was timed in it")
-    for row in rows:
-        bucket, *times = row
-        are_sizes = all(type(size) is int and 0 <= size < 2**63 for size in bucket.values())
-        if not are_sizes or not all(0 <= time < _MAX_SECONDS for time in times):
-            raise UserError(
-                f"{path}: expected whole sizes and seconds of at least 0, got {quoted(row)}"
-            )
-    try:
-        cost = CostModel.fitted((bucket, run_seconds) for bucket, run_seconds, _ in rows)
-        return cost, CostModel.fitted((bucket, seconds) for bucket, _, seconds in rows)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:

@@ -102,6 +102,7 @@ class PlanReport:
         rho: the multiple that was requested of the guard; None: no guard.
         uses: share of the steps and of the waste of each bucket.
         seconds: warmup seconds of all buckets; None where they were not planned with.
+        bytes: memory of all graphs, likewise.
         order: how the engine picks.
         is_ladder: the buckets are the engine's own ladder, which wasted less.
     """
@@ -113,6 +114,7 @@ class PlanReport:
     rho: float | None
     uses: tuple[BucketUse, ...]
     seconds: float | None = None
+    bytes: float | None = None
     order: PickOrder = by_cost
     is_ladder: bool = False
 
@@ -125,6 +127,10 @@ class PlanReport:
             f"{len(self.space)} buckets, waste {self.waste:.1%}, "
             f"no legal need above {self.guard:.3g} times its cost"
         )
+        if self.seconds is not None:
+            first += f", {self.seconds:.3g} s of warmup"
+        if self.bytes is not None:
+            first += f", {self.bytes / 2**20:.3g} MiB"
         by_share = sorted(self.uses, key=lambda use: -use.share)
         lines = (f"{u.bucket}  {u.share:.1%} of steps, waste {u.waste:.2%}" for u in by_share)
         return "\n".join([first, *lines])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from compiled_attn.planner.fit import adapt, fit
 from compiled_attn.planner.judge import PlanReport, judge
 from compiled_attn.planner.pick import CostOf, PickOrder, by_cost
 from compiled_attn.planner.region import Region
+from graphs.buckets.graph_memory import GraphMemory
 from graphs.buckets.space import Axis, Bucket, BucketSpace
 
 __all__ = ["Budget", "plan"]
 
 Expense: TypeAlias = Callable[[Mapping[str, int]], float]
 
-_MOST_GRAPHS = 512  # of a budget in seconds alone
+_MOST_GRAPHS = 512  # of a budget without a number of graphs
 _CHECKED = 2000  # needs
 
 
@@ -33,6 +34,7 @@ class Budget:
     Args:
         graphs: number of buckets.
         seconds: of warmup, summed over buckets.
+        bytes: of memory of the captured graphs.
 
     Raises:
         ValueError: nothing is limited, or a limit is not positive.
@@ -40,11 +42,13 @@ class Budget:
 
     graphs: int | None = None
     seconds: float | None = None
+    bytes: float | None = None
 
     def __post_init__(self) -> None:
-        if self.graphs is None and self.seconds is None:
-            raise ValueError("expected a limit, got none: set graphs or seconds")
-        for name, limit in (("graphs", self.graphs), ("seconds", self.seconds)):
+        limits = {"graphs": self.graphs, "seconds": self.seconds, "bytes": self.bytes}
+        if not any(limit is not None for limit in limits.values()):
+            raise ValueError("expected a limit, got none: set graphs, seconds or bytes")
+        for name, limit in limits.items():
             if limit is not None and (
                 not 0 < limit < math.inf or (name == "graphs" and limit != int(limit))
             ):
@@ -59,6 +63,7 @@ def plan(
     axes: Sequence[Axis] = (),
     legal: Callable[[Mapping[str, Any]], Any] | None = None,
     seconds: Expense | None = None,
+    bytes: Expense | GraphMemory | None = None,
     rho: float | None = 3.0,
     order: PickOrder = by_cost,
     ladder: BucketSpace | None = None,
@@ -85,6 +90,8 @@ def plan(
         legal: which needs within the axes can occur, for the guard; takes sizes by axis, numbers or
             arrays of them: ``lambda need: need["blocks"] >= need["sequences"]``.
         seconds: warmup seconds of a bucket, for a budget in seconds; must not fall either.
+        bytes: memory of a bucket's graph, for a budget in bytes, likewise; or a `GraphMemory`,
+            fitted to the captures of three buckets, which also knows what graphs share.
         rho: the guard's multiple; None: no guard.
         order: how the engine picks among buckets: `by_cost` or `by_size`.
         ladder: the engine's own buckets. They are returned, with the maximum, where they are within
@@ -112,8 +119,7 @@ def plan(
     def cost_of(points: Points) -> Floats:
         return model.of(region.names, points)
 
-    def seconds_of(points: Points) -> Floats:
-        return CostModel.of_any(seconds or (lambda bucket: 0.0)).of(region.names, points)
+    expenses = _expenses(region.names, limits, seconds, bytes)
 
     def choose(count: int) -> Points:
         buckets = fit(problem, region, count, rho)
@@ -122,30 +128,33 @@ def plan(
     def is_affordable(points: Points) -> bool:
         if len(points) > (limits.graphs or _MOST_GRAPHS):
             return False
-        return limits.seconds is None or seconds_of(points).sum() <= limits.seconds * (1 + 1e-9)
+        return all(each.is_affordable(points) for each in expenses)
 
     def report(buckets: Points, *, is_ladder: bool = False) -> PlanReport:
         space = _space(region.axes, buckets, model)
         judged = judge(space, demand, model, order)
         guard = region.worst(buckets, cost_of, order)
-        spent = None if seconds is None else float(seconds_of(buckets).sum())
+        spent = {each.name: each.total(buckets) for each in expenses}
         return PlanReport(
-            space, model, judged.waste, guard, rho, judged.uses, spent, order, is_ladder
+            space,
+            model,
+            judged.waste,
+            guard,
+            rho,
+            judged.uses,
+            spent.get("seconds"),
+            spent.get("bytes"),
+            order,
+            is_ladder,
         )
 
-    if limits.seconds is not None and seconds is None:
-        raise ValueError(
-            "expected a function seconds=bucket -> seconds with a budget in seconds, got none: "
-            "pass one, fitted to a warmup for example"
-        )
     _check_needs(needs, region, cost_of)
     problem = Problem.of(needs, region, cost_of, seed)
     if not is_affordable(region.top[None]):
         raise ValueError(f"expected a budget with room for the maximum, got {limits}: raise it")
     high = limits.graphs or _MOST_GRAPHS
-    if limits.seconds is not None:  # all buckets take at least as long as the fastest
-        fastest = float(seconds_of(problem.candidates).min())
-        high = max(1, min(high, int(limits.seconds / max(fastest, 1e-9))))
+    limited = [each for each in expenses if each.limit is not None]
+    high = min([high, *(each.most(problem.candidates) for each in limited)])
     chosen = report(_largest(choose, is_affordable, high, region.top[None]))
     if ladder is None:
         return chosen
@@ -157,6 +166,58 @@ def plan(
     judging = demand if unseen is None else unseen
     is_better = theirs.judge(judging).waste < chosen.judge(judging).waste
     return theirs if is_better else chosen
+
+
+class _Expense(NamedTuple):
+    """What buckets take of something that may be limited, of what each takes and all share."""
+
+    name: str
+    limit: float | None
+    names: tuple[str, ...]
+    each: CostModel
+    shared: float = 0.0
+
+    def of(self, points: Points) -> Floats:
+        return self.each.of(self.names, points)
+
+    def total(self, points: Points) -> float:
+        return self.shared + float(self.of(points).sum())
+
+    def is_affordable(self, points: Points) -> bool:
+        return self.limit is None or self.total(points) <= self.limit * (1 + 1e-9)
+
+    def most(self, candidates: Points) -> int:
+        """How many buckets are affordable at most: all take at least as much as the cheapest."""
+        least = float(self.of(candidates).min())
+        return max(1, int((self.limit or 0.0) / max(least, 1e-9)))
+
+
+def _expenses(
+    names: tuple[str, ...],
+    limits: Budget,
+    seconds: Expense | None,
+    memory: Expense | GraphMemory | None,
+) -> list[_Expense]:
+    """The expenses that are known.
+
+    Raises:
+        ValueError: one is limited and not known.
+    """
+    found = []
+    for name, limit, each in (
+        ("seconds", limits.seconds, seconds),
+        ("bytes", limits.bytes, memory),
+    ):
+        if isinstance(each, GraphMemory):
+            found.append(_Expense(name, limit, names, CostModel(each.of), each.shared))
+        elif each is not None:
+            found.append(_Expense(name, limit, names, CostModel.of_any(each)))
+        elif limit is not None:
+            raise ValueError(
+                f"expected a function {name}=bucket -> {name} with a budget in {name}, got none: "
+                "pass one, fitted to a warmup for example"
+            )
+    return found
 
 
 def _largest(

@@ -22,7 +22,7 @@ from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.request_state import RequestState, TokenEvent
 from compiled_attn.engine.sizing import Sizing
-from compiled_attn.errors import EngineStopped
+from compiled_attn.errors import ConfigError, EngineStopped
 from compiled_attn.ranks.executor import RankExecutor
 from compiled_attn.ranks.group import Ranks
 
@@ -151,6 +151,11 @@ def engine_on(
         RankLost: a rank exited.
     """
     config = config or EngineConfig()
+    if config.learn_buckets is not None:
+        raise ConfigError(
+            "expected no learn_buckets on several ranks, which must agree on their buckets: plan "
+            "with `compiled-attn plan --demand FILE --out BUCKETS`, and give buckets"
+        )
     ranks.check_equal(_facts(model, config) | {"executor": executor.__name__})
     with ranks.guard():
         executor.divide(model, ranks)

@@ -152,7 +152,7 @@ def _grouped(points: _Points, weights: _Floats, tops: _Points) -> tuple[_Points,
         rows = np.concatenate([rounded, tops], axis=1)
         rows, which = np.unique(rows, axis=0, return_inverse=True)
         if len(rows) <= _MOST_POINTS:
-            sums = np.bincount(which.reshape(-1), weights)
+            sums = np.bincount(which.reshape(-1), weights).astype(np.float64)
             return rows[:, : points.shape[1]], sums, rows[:, points.shape[1] :]
         ratio = 1.01 if ratio == 1.0 else ratio * ratio
         steps = np.ceil(np.log(np.maximum(points, 1)) / np.log(ratio) - 1e-9)

@@ -81,6 +81,7 @@ class RecordedSizes:
         self._thread: threading.Thread | None = None
         self._has_warned = False
         self._is_at_exit = False
+        self._process = os.getpid()
 
     @property
     def counts(self) -> Counts:
@@ -112,6 +113,8 @@ class RecordedSizes:
             # `add` may still hold the old dictionary: a copy is not changed while it is read.
             taken, self._pending = self._pending, {}
             taken = taken.copy()
+            if os.getpid() != self._process:  # forked: the parent writes what it counted
+                self._process, taken = os.getpid(), {}
             if not taken:
                 return
             try:

@@ -164,14 +164,15 @@ def _choose_own(
 def _pairs(axes: Sequence[Axis], budget: int) -> Iterator[tuple[int, int]]:
     """Pairs of intervals with at most `budget` pairs of sizes."""
     tokens, cached = (axis.high for axis in axes)
-    for count in range(1, budget + 1):
-        interval = _aligned(tokens, count)
+    for interval in _intervals(tokens, budget):
         left = budget // len(multiples(interval, tokens))
-        yield from ((interval, _aligned(cached, many)) for many in range(1, left + 1))
+        yield from ((interval, other) for other in _intervals(cached, left))
 
 
-def _aligned(most: int, count: int) -> int:
-    return min(most, math.ceil(most / count / _ALIGNED) * _ALIGNED)
+def _intervals(most: int, count: int) -> list[int]:
+    """Intervals for 1 to `count` sizes, each once."""
+    steps = (math.ceil(most / sizes / _ALIGNED) * _ALIGNED for sizes in range(1, count + 1))
+    return list(dict.fromkeys(min(most, step) for step in steps))
 
 
 def _grid(axes: Sequence[Axis], intervals: tuple[int, int]) -> BucketSpace:

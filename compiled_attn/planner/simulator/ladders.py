@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
-from compiled_attn.planner import Demand, Judgement, PlanReport, by_cost, judge, plan
+from compiled_attn.planner import Budget, Demand, Judgement, PlanReport, by_cost, judge, plan
 from compiled_attn.planner.pick import PickOrder
 from compiled_attn.planner.simulator.kinds import StepKind, within
 from graphs.buckets.ladders import explicit, exponential, padding_aware
@@ -29,17 +30,17 @@ _MAX_PRODUCT = 8  # times the number of graphs, before unreachable buckets are r
 class SplitPlan:
     """Plans for a kind of steps which are judged on the second half of some needs.
 
-    No plan wastes more there than the engine's own ladder, if that has at most ``max_graphs``
-    buckets.
+    No plan wastes more there than the engine's own ladder, if that is within the budget.
 
     Args:
         kind: axes, legal needs and cost.
         needs: in order of time; the plans are for those within the axes.
         ladder: the engine's own buckets.
-        max_graphs: buckets at most.
+        budget: what may be captured; a number is a number of buckets.
         rho: of the guard; None: no guard.
         order: how the engine picks.
         choose: chooses the buckets, with the arguments of `compiled_attn.planner.plan`.
+        expenses: its arguments ``seconds`` and ``bytes``, for budgets in them.
 
     Attributes:
         fitting: the needs within the axes.
@@ -55,10 +56,11 @@ class SplitPlan:
         kind: StepKind,
         needs: Demand,
         ladder: BucketSpace,
-        max_graphs: int,
+        budget: Budget | int,
         rho: float | None,
         order: PickOrder = by_cost,
         choose: Callable[..., PlanReport] = plan,
+        expenses: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.kind, self.ladder, self.order = kind, ladder, order
         first, self.second = needs.project(kind.names).halves()
@@ -66,12 +68,13 @@ class SplitPlan:
         self._plan = partial(
             choose,
             cost=kind.cost,
-            budget=max_graphs,
+            budget=budget,
             axes=kind.axes,
             legal=kind.legal,
             rho=rho,
             order=order,
             ladder=ladder,
+            **expenses,
         )
         early, late = (within(half, kind.axes)[0] for half in (first, self.second))
         self.early = self._plan(kind.with_largest_usual(early), unseen=late)

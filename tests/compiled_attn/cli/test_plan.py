@@ -82,6 +82,27 @@ def test_a_recorded_demand_gives_the_same_plan_as_its_simulation(
     assert planned.read_text() == simulated.read_text()
 
 
+def test_a_plan_is_within_the_seconds_and_bytes_that_a_journal_measured(
+    command, model_dir, trace, tmp_path
+):
+    journal, out = tmp_path / "journal", tmp_path / "buckets.txt"
+    axes = ["tokens", "shared", "unique", "logits"]
+    rows = [{"form": "graphs warmup journal", "version": 1, "axes": axes}]
+    for tokens in (1, 16, 32):
+        bucket = {"tokens": tokens, "shared": 4, "unique": 4, "logits": 4}
+        row = {"bucket": bucket, "status": "captured", "seconds": 2.0, "bytes": 1 << 20}
+        rows.append(row)
+    journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [model_dir, "--trace", trace, *SMALL, "--rho", 0, "--measured", journal]
+    for limit, remark in (
+        (["--max-seconds", 9], "8 s of warmup"),
+        (["--max-bytes", "4MiB"], "4 MiB of graphs"),
+    ):
+        code, text, err = command("plan", *options, *limit, "--max-graphs", 20, "--out", out)
+        assert code == 0, err
+        assert len(from_file(out)) == 4 and remark in text
+
+
 def test_needs_recorded_with_the_native_kernel_are_planned_over_its_axes(
     command, model_dir, tmp_path
 ):

@@ -50,6 +50,7 @@ def test_a_plan_for_each_other_engine_is_printed(command, trace, name):
     [
         (["--format", "vllm-ascend", "--trace", "TRACE"], ["expected --layers with --format"]),
         (["--format", "vllm", "--trace", "TRACE", "--layers", 3], ["expected no --layers"]),
+        (["--format", "vllm", "--max-bytes", "2GiB"], ["expected --max-bytes without --format"]),
         (
             ["--format", "vllm-ascend", "--trace", "TRACE", "--layers", 3000],
             ["expected streams for a capture of 3000 layers", "got 1800: run without graphs"],

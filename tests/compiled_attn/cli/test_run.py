@@ -38,6 +38,21 @@ def test_a_run_serves_checks_and_writes_its_report(command, small, tmp_path):
     assert "6 requests, lengths scaled by 1: 165 prompt tokens, 123 to generate" in completed.err
 
 
+def test_the_next_run_has_buckets_for_the_sizes_of_this_one(command, small, tmp_path):
+    sizes, result = tmp_path / "sizes.jsonl", tmp_path / "result.json"
+    found = []
+    for _ in range(2):
+        completed = command(*small, "--learn-buckets", sizes, "--json", result)
+        assert completed.code == 0, completed.err
+        found.append(json.loads(result.read_text()))
+    first, second = ({each["bucket"] for each in run["buckets"]} for run in found)
+    assert second > first and len(second) == len(first) + 2  # a third of six
+    recorded = [json.loads(line) for line in sizes.read_text().splitlines()]
+    assert sum(row["count"] for row in recorded) == found[0]["steps"] + found[1]["steps"]
+    sizes.write_text("axes: tokens\n")
+    assert_refused(command(*small, "--learn-buckets", sizes), "sizes.jsonl:1: not valid JSON")
+
+
 @pytest.mark.parametrize(
     ("kernel", "axes"),
     [("native", ("tokens", "requests")), ("portable", ("tokens", "shared", "unique", "logits"))],

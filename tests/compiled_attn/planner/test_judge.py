@@ -39,7 +39,7 @@ def test_a_demand_over_other_axes_or_of_no_cost_is_refused():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({}, "expected a limit, got none: set graphs or seconds"),
+        ({}, "expected a limit, got none: set graphs, seconds or bytes"),
         ({"graphs": 0}, "expected graphs above 0, got 0: raise it, or leave it out"),
         ({"graphs": 2.5}, "expected graphs above 0, got 2.5"),
         ({"seconds": -1.0}, "expected seconds above 0, got -1.0"),
@@ -55,6 +55,8 @@ def test_a_budget_needs_limits_above_zero(limits, message):
 def test_a_limit_in_seconds_needs_those_of_a_bucket():
     with pytest.raises(ValueError, match="expected a function seconds=bucket -> seconds with a"):
         plan(Demand(("a",), [[3]]), budget=Budget(seconds=9.0))
+    with pytest.raises(ValueError, match="expected a function bytes=bucket -> bytes with a budget"):
+        plan(Demand(("a",), [[3]]), budget=Budget(bytes=9.0))
 
 
 def test_an_engine_that_takes_the_first_fitting_bucket_is_judged_by_its_own_order():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from compiled_attn.planner import Budget, CostModel, Demand, judge, plan
 from compiled_attn.planner.cells import Problem, compress, jitter
 from compiled_attn.planner.region import Region
 from graphs import Axis, BucketOverflow, exponential
+from graphs.buckets.graph_memory import GraphMemory
 from tests.compiled_attn.planner.brute import figures, least_waste
 
 NAMES = ("a", "b")
@@ -41,18 +43,30 @@ def test_no_plan_is_better_than_the_best(needs, graphs):
 
 
 @settings(max_examples=40)
-@given(demands, st.integers(1, 9), st.floats(1.0, 6.0), st.sampled_from([None, 2.0, 3.0]))
-def test_no_limit_of_several_is_exceeded(needs, graphs, times, rho):
+@given(
+    demands,
+    st.integers(1, 9),
+    st.floats(1.0, 6.0),
+    st.sampled_from([None, 2.0, 3.0]),
+    st.sampled_from([0.0, 300.0]),
+    st.floats(1.0, 6.0),
+)
+def test_no_limit_of_several_is_exceeded(needs, graphs, times, rho, shared, more):
     top = largest(needs)
 
     def seconds(bucket):
         return 100.0 + bucket["a"] * bucket["b"]
 
     limit = times * seconds({"a": top[0], "b": top[1]})
-    budget = Budget(graphs=graphs, seconds=limit)
+    memory = GraphMemory(50.0, 2.0, shared, 10.0, 0.0, lambda bucket: bucket["a"])
+    memory = replace(memory, largest=max(top[0], 1))  # the pool of the maximum
+    room = more * memory.total([{"a": top[0], "b": top[1]}])
+    budget = Budget(graphs=graphs, seconds=limit, bytes=room)
     axes = [Axis("a", 0, top[0]), Axis("b", 0, top[1])]
-    report = plan(demand_of(needs), cost, budget, axes=axes, seconds=seconds, rho=rho)
+    report = plan(demand_of(needs), cost, budget, axes=axes, seconds=seconds, bytes=memory, rho=rho)
     assert len(report.space) <= graphs
+    assert report.bytes == pytest.approx(memory.total(report.space))
+    assert report.bytes <= room * (1 + 1e-9)
     spent = sum(seconds(bucket) for bucket in report.space)
     assert spent <= limit * (1 + 1e-9) and report.seconds == pytest.approx(spent)
     assert report.space.pick(a=top[0], b=top[1]).sizes == top

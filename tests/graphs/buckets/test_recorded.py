@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -126,6 +127,19 @@ def test_the_end_of_a_process_writes_what_is_left(tmp_path):
     path = tmp_path / "sizes.jsonl"
     subprocess.run([sys.executable, "-c", _ENDS, str(path)], check=True)
     assert recorded(path).counts == {(7, 1): 1}
+
+
+def test_a_forked_process_does_not_write_what_its_parent_counted(tmp_path):
+    sizes = recorded(tmp_path / "sizes.jsonl")
+    sizes.add((3, 1))
+    child = os.fork()
+    if not child:
+        sizes.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not sizes.path.exists()
+    sizes.close()
+    assert recorded(sizes.path).counts == {(3, 1): 1}
 
 
 GOOD = {"need": {"rows": 1, "length": 2}, "count": 3, "window": 1}
