@@ -84,6 +84,7 @@ class CapturedGraph:
         self.why_alone = self._with_names(frozen.why_alone)
         is_on_host = all(each.device is None or each.device.type == "cpu" for each in inputs.specs)
         self.run_seconds = frozen.run_seconds if is_on_host else None
+        self._spec = spec
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
         self._overlaps = overlaps
@@ -141,6 +142,27 @@ class CapturedGraph:
 
     def _with_names(self, reason: str) -> str:
         return _WRAPPED_INPUT.sub(lambda match: self.input_specs[int(match[1])].name, reason)
+
+    def at_sizes_of(
+        self, function: Callable[..., Any], inputs: Sequence[Input]
+    ) -> CapturedGraph | None:
+        """Return the graph for inputs of other sizes; nothing is run or compiled.
+
+        Args:
+            function: what was captured.
+            inputs: flat, with the dtypes, devices and constants of the examples.
+
+        Returns:
+            None if its sizes are not symbolic, or these do not fit its guards.
+        """
+        frozen = self._frozen
+        if frozen is None or not frozen.shared_as or frozen.static_inputs:
+            return None  # recordings are of one size
+        if frozen.why_not_sizes(inputs):
+            return None
+        check = InputsCheck(function, inputs)
+        overlaps = _overlaps_of(frozen, function, inputs)
+        return CapturedGraph(self._spec, frozen, check, self.settings, 0.0, 0, overlaps)
 
     def close(self) -> None:
         """Free what the graph holds; running it from now on is an error. May be called twice."""
@@ -229,11 +251,17 @@ def capture(
         frozen = spec.backend.capture(Job(function, examples, spec))
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
-    overlaps = None
-    if frozen.written is None or frozen.written:
-        overlaps = InputOverlaps(function, examples, frozen.written)
+    overlaps = _overlaps_of(frozen, function, examples)
     size = max(0, grown)
     return CapturedGraph(spec, frozen, inputs, settings, seconds, size, overlaps, structure)
+
+
+def _overlaps_of(
+    frozen: Frozen, function: Callable[..., Any], examples: Sequence[Input]
+) -> InputOverlaps | None:
+    if frozen.written is None or frozen.written:
+        return InputOverlaps(function, examples, frozen.written)
+    return None
 
 
 def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:
