@@ -82,7 +82,8 @@ class InductorBackend(Backend):
             make = partial(capture, partial(self.shared, job), make)
         written = watch_writes(named_tensors(job.function, job.examples))
         frozen = replays.record(make) if replays else make()
-        return replace(frozen, keep_alive=replays, written=written())
+        names = written() if sizes is None else sizes.written_by_all(written())
+        return replace(frozen, keep_alive=replays, written=names)
 
     def alone(self, job: Job) -> Frozen:
         """Capture at fixed sizes."""

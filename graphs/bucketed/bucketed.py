@@ -135,6 +135,7 @@ def bucketed(
         "budget_bytes": budget_bytes,
         "journal": journal,
         "timed_runs": 0,
+        "shared_runs": 1,
         "overflow": "compile" if overflow == "compile" else "error",
         "strict": overflow != "compile",
         "symbolic": tuple(symbolic or ()),

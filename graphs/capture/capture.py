@@ -234,7 +234,7 @@ def capture(
             the backend does not know an option. Nothing ran.
         ValueError: `warm_runs` is below 1.
     """
-    if of_many := {"symbolic", "strict"} & options.keys():
+    if of_many := {"symbolic", "strict", "shared_runs"} & options.keys():
         raise TypeError(
             f"unknown option {min(of_many)!r}; it is of a WarmupManager, which captures many "
             "buckets: leave it out"
@@ -302,6 +302,7 @@ def spec_of(
     symbolic: Sequence[str] | None = None,
     strict: bool | None = None,
     warm_runs: int | None = None,
+    shared_runs: int | None = None,
     **options: Any,
 ) -> CaptureSpec:
     """Build the description of a capture from a user's keywords.
@@ -309,13 +310,18 @@ def spec_of(
     Args:
         function: gives the name, where there is no other.
         backend: a name, an object, or a spec, of which the keywords replace fields.
-        name, symbolic, strict, warm_runs, options: fields of
+        name, symbolic, strict, warm_runs, shared_runs, options: fields of
             :class:`~graphs.capture.contract.CaptureSpec`.
 
     Raises:
         CaptureError, TypeError, ValueError: see there.
     """
-    fields = {"symbolic": symbolic, "strict": strict, "warm_runs": warm_runs}
+    fields = {
+        "symbolic": symbolic,
+        "strict": strict,
+        "warm_runs": warm_runs,
+        "shared_runs": shared_runs,
+    }
     given: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
     if isinstance(backend, CaptureSpec):
         given |= {"name": name or backend.name or name_of(function)}
