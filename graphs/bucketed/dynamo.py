@@ -62,7 +62,7 @@ def bucketed_backend(
     axes = {
         f"tensors[{index}]": {
             dim: name
-            for dim, size in enumerate(value.shape)
+            for dim, size in enumerate(_sizes(value))
             for name in open_sizes
             if isinstance(size, SymInt) and str(size) == symbols[name]
         }
@@ -80,7 +80,7 @@ def _symbols(inputs: Sequence[Any], names: Mapping[str, Any]) -> dict[str, str |
     """The symbol of each axis, None where Dynamo fixed its size."""
     tensors = [each for each in inputs if isinstance(each, Tensor)]
     # Parameters are inputs too, of fixed sizes.
-    is_open = [any(isinstance(size, SymInt) for size in each.shape) for each in tensors]
+    is_open = [any(isinstance(size, SymInt) for size in _sizes(each)) for each in tensors]
     candidates = [each for each, can in zip(tensors, is_open, strict=True) if can]
     if not candidates:
         return dict.fromkeys(names)
@@ -89,11 +89,16 @@ def _symbols(inputs: Sequence[Any], names: Mapping[str, Any]) -> dict[str, str |
         raise BucketedError(
             f"backend 'bucketed': no input has the {len(names)} dimensions {', '.join(names)}"
         )
-    sizes = first.shape[: len(names)]
+    sizes = _sizes(first)[: len(names)]
     return {
         name: str(size) if isinstance(size, SymInt) else None
         for name, size in zip(names, sizes, strict=True)
     }
+
+
+def _sizes(tensor: Tensor) -> Sequence[Any]:
+    """Sizes, which are symbols in a trace."""
+    return tensor.shape
 
 
 class _TensorsOnly(nn.Module):
