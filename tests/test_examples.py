@@ -177,6 +177,13 @@ def test_wrap_your_module_serves_batches_of_any_size(monkeypatch, capsys):
     assert "0 compiles while serving" in out
 
 
+@pytest.mark.parametrize("name", ["bucketed_whisper.py", "bucketed_diffusion.py"])
+def test_bucketed_modules_equal_the_eager_ones(name, monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    out = _run_example(name, monkeypatch, capsys, EAGER)
+    assert "start: " in out and "0 compiles while serving" in out
+
+
 def test_unified_step_equals_dense_attention(monkeypatch, capsys):
     out = _run_example("unified_step.py", monkeypatch, capsys, [])
     errors = [float(error) for error in re.findall(r"error (\S+)$", out, re.MULTILINE)]

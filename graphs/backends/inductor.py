@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -13,7 +13,7 @@ import torch
 
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.input_overlaps import named_tensors, watch_writes
-from graphs.capture.inputs import variants_of, with_own_code
+from graphs.capture.inputs import Input, variants_of, with_own_code
 from graphs.errors import CaptureError
 from graphs.torch_internals.compiling import (
     compile_once,
@@ -82,7 +82,8 @@ class InductorBackend(Backend):
             make = partial(capture, partial(self.shared, job), make)
         written = watch_writes(named_tensors(job.function, job.examples))
         frozen = replays.record(make) if replays else make()
-        return replace(frozen, keep_alive=replays, written=written())
+        names = written() if sizes is None else sizes.written_by_all(written())
+        return replace(frozen, keep_alive=replays, written=names)
 
     def alone(self, job: Job) -> Frozen:
         """Capture at fixed sizes."""
@@ -134,10 +135,14 @@ def shareable(frozen: Frozen) -> Frozen:
     """Prepare a graph of symbolic sizes from :func:`freeze` for other captures to share."""
     direct = frozen.direct
     if direct is None:
-        return replace(frozen, why_not=lambda _: "this torch stores its guards elsewhere")
+        return _with_guards(frozen, lambda _: "this torch stores its guards elsewhere")
     why_not = direct.why_not
-    sharing: dict[str, Any] = {"why_not": lambda examples: why_not(tuple(examples))}
-    return replace(frozen, direct=replace(direct, sees_sizes=False), **sharing)
+    frozen = replace(frozen, direct=replace(direct, sees_sizes=False))
+    return _with_guards(frozen, lambda examples: why_not(tuple(examples)))
+
+
+def _with_guards(frozen: Frozen, why_not: Callable[[Sequence[Input]], str]) -> Frozen:
+    return replace(frozen, why_not=why_not, why_not_sizes=why_not)
 
 
 def _why_not(error: Exception) -> str:

@@ -88,8 +88,9 @@ def bucketed(
         split: axis of `overflow="split"`; default: the first.
         backend, options: a name out of :func:`graphs.available_backends` or a backend object, and
             its options.
-        symbolic: whether one compile serves all sizes (of these axes); sizes 0 and 1 are compiled
-            apart. Default: where the backend can.
+        symbolic: whether one compile serves all sizes (of these axes), which then run unpadded;
+            sizes 0 and 1 are compiled apart, and what a guard excludes is padded. Default: where
+            the backend can.
         check: whether the warmup compares results through padding with those without.
         learn: a file that records the sizes of calls (counts only); the next process with it adds
             buckets where they pad least, never instead of the given ones.
@@ -134,6 +135,7 @@ def bucketed(
         "budget_bytes": budget_bytes,
         "journal": journal,
         "timed_runs": 0,
+        "shared_runs": 1,
         "overflow": "compile" if overflow == "compile" else "error",
         "strict": overflow != "compile",
         "symbolic": tuple(symbolic or ()),

@@ -1,4 +1,4 @@
-"""Plans: how inputs of one layout are padded into a bucket, and its outputs cut."""
+"""Plans: how inputs of one layout run: as they are, or padded into a bucket and its outputs cut."""
 
 from __future__ import annotations
 
@@ -85,9 +85,28 @@ class Plans:
         with self.lock:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = Plan(self, leaves, sizes, bucket, graph)
+            runs_at: Mapping[str, int] = bucket
+            if any(bucket[axis] != size for axis, size in sizes.items()):
+                inputs = self._placeholders(leaves, graph)
+                if (unpadded := graph.at_sizes_of(self.rules.module, inputs)) is not None:
+                    graph, runs_at = unpadded, sizes
+            plan = Plan(self, leaves, sizes, bucket, graph, runs_at)
             self._plans[_layout(leaves)] = plan
             return plan
+
+    def _placeholders(self, leaves: Sequence[Any], graph: CapturedGraph) -> list[Any]:
+        """Inputs as the graph gets them: leaves, or empty tensors where those will be copied."""
+        found = [*leaves]
+        for index, spec in enumerate(graph.input_specs):
+            value, strides = leaves[index], spec.stride
+            if not isinstance(value, Tensor) or strides is None:
+                continue
+            if self.rules.dims.get(index):
+                strides = torch.empty(value.shape, device="meta").stride()
+            if value.is_inference() or value.stride() != strides:
+                like: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+                found[index] = torch.empty_strided(value.shape, strides, **like)
+        return found
 
     def clear(self) -> None:
         """Release buffers and graphs."""
@@ -108,7 +127,19 @@ class Plans:
 
 
 class Plan:
-    """How inputs of one layout are padded into a bucket, and its outputs cut."""
+    """How inputs of one layout run.
+
+    Args:
+        plans: it is of.
+        leaves: the inputs.
+        sizes: of their axes.
+        bucket: that holds them.
+        graph: of the bucket, or of just these sizes.
+        runs_at: sizes of the graph.
+
+    Raises:
+        InputMismatch: an input that is written in place has other strides than its example.
+    """
 
     def __init__(
         self,
@@ -117,6 +148,7 @@ class Plan:
         sizes: Mapping[str, int],
         bucket: Bucket,
         graph: CapturedGraph,
+        runs_at: Mapping[str, int],
     ) -> None:
         rules = plans.rules
         self.bucket = bucket
@@ -134,18 +166,18 @@ class Plan:
         statics = iter(graph.static_inputs)
         for index, value in enumerate(leaves):
             if isinstance(value, Tensor):
-                self._add(index, value, next(statics, None), bucket)
+                self._add(index, value, next(statics, None))
         self._inputs = [
             None if index in self._direct else each for index, each in enumerate(self._inputs)
         ]
         self._cuts = [
             (rules.tensors.index(cut.output), cut.dim, size)
             for cut in rules.cuts
-            if (size := cut.size_at(sizes)) != cut.size_at(bucket)
+            if (size := cut.size_at(sizes)) != cut.size_at(runs_at)
         ]
         self._copies = [rules.tensors.index(index) for index in rules.aliases]
 
-    def _add(self, index: int, value: Tensor, static: Tensor | None, bucket: Bucket) -> None:
+    def _add(self, index: int, value: Tensor, static: Tensor | None) -> None:
         rules, spec = self._rules, self._graph.input_specs[index]
         dims = rules.dims.get(index, {})
         fits = tuple(value.shape) == spec.shape and value.stride() == spec.stride

@@ -275,14 +275,16 @@ class Variant:
         return joined
 
     def sizes_to_compare(self) -> Iterator[dict[str, int]]:
-        """Sizes between the buckets, which not every callable takes, then those of a bucket."""
+        """Sizes between buckets, which not every callable takes, if checked; then a bucket."""
         tried = self._sizes_to_try()
         low = {axis: sizes[0] for axis, sizes in tried.items()}
         between = {
             axis: sizes[-2] + 1 if len(sizes) > 1 and axis not in self._options.exact else sizes[0]
             for axis, sizes in tried.items()
         }
-        yield from (between, low)
+        if self._options.check:
+            yield between
+        yield low
 
     def sizes(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Check flat inputs against the example, and return the size of each axis.

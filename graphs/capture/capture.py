@@ -84,6 +84,7 @@ class CapturedGraph:
         self.why_alone = self._with_names(frozen.why_alone)
         is_on_host = all(each.device is None or each.device.type == "cpu" for each in inputs.specs)
         self.run_seconds = frozen.run_seconds if is_on_host else None
+        self._spec = spec
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
         self._overlaps = overlaps
@@ -141,6 +142,27 @@ class CapturedGraph:
 
     def _with_names(self, reason: str) -> str:
         return _WRAPPED_INPUT.sub(lambda match: self.input_specs[int(match[1])].name, reason)
+
+    def at_sizes_of(
+        self, function: Callable[..., Any], inputs: Sequence[Input]
+    ) -> CapturedGraph | None:
+        """Return the graph for inputs of other sizes; nothing is run or compiled.
+
+        Args:
+            function: what was captured.
+            inputs: flat, with the dtypes, devices and constants of the examples.
+
+        Returns:
+            None if its sizes are not symbolic, or these do not fit its guards.
+        """
+        frozen = self._frozen
+        if frozen is None or not frozen.shared_as or frozen.static_inputs:
+            return None  # recordings are of one size
+        if frozen.why_not_sizes(inputs):
+            return None
+        check = InputsCheck(function, inputs)
+        overlaps = _overlaps_of(frozen, function, inputs)
+        return CapturedGraph(self._spec, frozen, check, self.settings, 0.0, 0, overlaps)
 
     def close(self) -> None:
         """Free what the graph holds; running it from now on is an error. May be called twice."""
@@ -212,7 +234,7 @@ def capture(
             the backend does not know an option. Nothing ran.
         ValueError: `warm_runs` is below 1.
     """
-    if of_many := {"symbolic", "strict"} & options.keys():
+    if of_many := {"symbolic", "strict", "shared_runs"} & options.keys():
         raise TypeError(
             f"unknown option {min(of_many)!r}; it is of a WarmupManager, which captures many "
             "buckets: leave it out"
@@ -229,11 +251,17 @@ def capture(
         frozen = spec.backend.capture(Job(function, examples, spec))
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
-    overlaps = None
-    if frozen.written is None or frozen.written:
-        overlaps = InputOverlaps(function, examples, frozen.written)
+    overlaps = _overlaps_of(frozen, function, examples)
     size = max(0, grown)
     return CapturedGraph(spec, frozen, inputs, settings, seconds, size, overlaps, structure)
+
+
+def _overlaps_of(
+    frozen: Frozen, function: Callable[..., Any], examples: Sequence[Input]
+) -> InputOverlaps | None:
+    if frozen.written is None or frozen.written:
+        return InputOverlaps(function, examples, frozen.written)
+    return None
 
 
 def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:
@@ -274,6 +302,7 @@ def spec_of(
     symbolic: Sequence[str] | None = None,
     strict: bool | None = None,
     warm_runs: int | None = None,
+    shared_runs: int | None = None,
     **options: Any,
 ) -> CaptureSpec:
     """Build the description of a capture from a user's keywords.
@@ -281,13 +310,18 @@ def spec_of(
     Args:
         function: gives the name, where there is no other.
         backend: a name, an object, or a spec, of which the keywords replace fields.
-        name, symbolic, strict, warm_runs, options: fields of
+        name, symbolic, strict, warm_runs, shared_runs, options: fields of
             :class:`~graphs.capture.contract.CaptureSpec`.
 
     Raises:
         CaptureError, TypeError, ValueError: see there.
     """
-    fields = {"symbolic": symbolic, "strict": strict, "warm_runs": warm_runs}
+    fields = {
+        "symbolic": symbolic,
+        "strict": strict,
+        "warm_runs": warm_runs,
+        "shared_runs": shared_runs,
+    }
     given: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
     if isinstance(backend, CaptureSpec):
         given |= {"name": name or backend.name or name_of(function)}

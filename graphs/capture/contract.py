@@ -83,13 +83,15 @@ class CaptureSpec:
         options: of the backend's captures; missing ones get the backend's defaults.
         warm_runs: how often a capture runs the callable, at least 1; the first run compiles.
         symbolic: axes of buckets whose sizes the compiled graphs leave open.
+        shared_runs: how many captures run a graph that they share, at least 1, counting the one
+            that compiles it; the others are only compared with its guards. None: all.
         strict: whether a :class:`~graphs.WarmupManager` raises instead of falling back.
         sizes: of one capture, what its shape group shares; None: all sizes are fixed.
 
     Raises:
         CaptureError: the backend is not available, or has no symbolic sizes.
         TypeError: the backend does not know an option.
-        ValueError: `warm_runs` is below 1.
+        ValueError: `warm_runs` or `shared_runs` is below 1.
     """
 
     backend: Backend
@@ -99,11 +101,14 @@ class CaptureSpec:
     symbolic: Sequence[str] = ()
     strict: bool = True
     sizes: SymbolicSizes | None = None
+    shared_runs: int | None = None
 
     def __post_init__(self) -> None:
         backend, known = self.backend, self.backend.options
         if self.warm_runs < 1:
             raise ValueError(f"warm_runs is {self.warm_runs}; expected at least 1: a capture runs")
+        if self.shared_runs is not None and self.shared_runs < 1:
+            raise ValueError(f"shared_runs is {self.shared_runs}; expected at least 1, or None")
         if reason := backend.available():
             raise CaptureError(self.name, f"backend {backend.name!r} is not available: {reason}")
         if self.symbolic and (reason := backend.why_no_symbolic()):

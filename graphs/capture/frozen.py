@@ -54,6 +54,7 @@ class Frozen:
         why_alone: why it does not share the graph of its shape group; empty if it does.
         why_not: of a graph with symbolic sizes; takes inputs of other sizes and returns why it
             cannot run on them, or an empty string.
+        why_not_sizes: the same for inputs that differ from those of a capture in these sizes only.
         run_seconds: of a warm run on the host, where others ran the graph before; else None.
         written: names of the inputs, and as `self.name` of the parameters and buffers, that the
             graph writes to. Two tensors that overlap in memory, but did not at the capture, must
@@ -70,6 +71,7 @@ class Frozen:
     shared_as: str = ""
     why_alone: str = ""
     why_not: Callable[[Sequence[Input]], str] = lambda _: ""
+    why_not_sizes: Callable[[Sequence[Input]], str] = lambda _: ""
     run_seconds: float | None = None
     written: Collection[str] | None = ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from graphs.capture.frozen import Frozen
@@ -22,12 +22,16 @@ class SymbolicSizes:
     Args:
         name: of the graphs, for reports.
         dims: for each input, its dimensions of symbolic size.
+        runs: how many captures run a graph, see :class:`~graphs.capture.contract.CaptureSpec`.
     """
 
-    def __init__(self, name: str, dims: Sequence[Sequence[int]]) -> None:
+    def __init__(self, name: str, dims: Sequence[Sequence[int]], runs: int | None = None) -> None:
         self.name = name
         self.dims = tuple(map(tuple, dims))
+        self._runs = runs
         self._graphs: list[Frozen] = []
+        self._ran: list[int] = []
+        self._written: set[str] = set()
         self._unsupported = ""
 
     def capture(
@@ -39,6 +43,8 @@ class SymbolicSizes:
         alone: Callable[[], Frozen],
     ) -> Frozen:
         """Return a graph that runs on the examples: a shared one, a new one to share, or its own.
+
+        Where enough captures have run a shared graph, this one does not.
 
         Args:
             name: of the capture.
@@ -54,6 +60,9 @@ class SymbolicSizes:
         for index, graph in enumerate(self._graphs):
             if mismatch := graph.why_not(examples):
                 continue
+            if self._runs is not None and self._ran[index] >= self._runs:
+                return replace(graph, shared_as=self._graph_name(index))
+            self._ran[index] += 1
             start = time.perf_counter()
             try:
                 graph = graph.warm_up(examples, name, warm_runs)
@@ -74,11 +83,17 @@ class SymbolicSizes:
             _log.warning("%s: compiled at fixed sizes: %s", name, self._unsupported)
             return replace(frozen, why_alone=self._unsupported)
         self._graphs.append(graph)
+        self._ran.append(1)
         if mismatch:
             mismatch = f"it does not fit {self.name}: {mismatch}"
             _log.warning("%s: compiled by itself: %s", name, mismatch)
         name = self._graph_name(len(self._graphs) - 1)
         return replace(graph, shared_as=name, why_alone=mismatch)
+
+    def written_by_all(self, written: Iterable[str]) -> frozenset[str]:
+        """Add what a capture has written to; return what all have, as some do not run."""
+        self._written.update(written)
+        return frozenset(self._written)
 
     def _graph_name(self, index: int) -> str:
         return f"{self.name} {index + 1}" if index else self.name

@@ -54,7 +54,8 @@ def read(folder: Path, function: Callable[..., Any]) -> Frozen:
     layout: dict[str, Any] = json.loads((folder / _LAYOUT).read_bytes())
     run = bind_state(function, layout, lambda: _load(folder / _GRAPH))
     why_not = partial(_why_not, layout)
-    return Frozen(run, stale=why_stale, is_loaded=True, why_not=why_not)
+    guards: dict[str, Any] = {"why_not": why_not, "why_not_sizes": why_not}
+    return Frozen(run, stale=why_stale, is_loaded=True, **guards)
 
 
 def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:

@@ -69,7 +69,8 @@ class WarmupManager:
             compile serves all buckets that differ only in them; sizes 0 and 1 are compiled apart.
             Each bucket is still captured with inputs of its own sizes, and runs on no others. A
             bucket that the graph does not fit gets its own, and the report says why. Only backends
-            that compile through Dynamo support it.
+            that compile through Dynamo support it. With `shared_runs` only so many buckets run a
+            graph that they share.
 
     Attributes:
         report: on all buckets so far, None before the first warmup.
@@ -118,7 +119,7 @@ class WarmupManager:
         self._make_inputs = make_inputs
         self._structure: CallStructure | None = None
         self._is_flat = False
-        groups = ShapeGroups(self.name, spec.symbolic, buckets, self._flat_inputs)
+        groups = ShapeGroups(self.name, spec.symbolic, buckets, self._flat_inputs, spec.shared_runs)
         self._budget = Budget(budget_seconds, budget_bytes)
         self._capturing = Capturing(spec, module, self._flat_inputs, groups, timed_runs)
         if journal is not None:  # the file is touched only after everything else is valid

@@ -155,6 +155,7 @@ class ShapeGroups:
         axes: whose sizes are symbolic.
         buckets: all there are.
         make_inputs: makes the example inputs of a bucket.
+        runs: how many buckets of a group run, see :class:`~graphs.capture.contract.CaptureSpec`.
 
     Raises:
         ValueError: there is no such axis.
@@ -166,8 +167,9 @@ class ShapeGroups:
         axes: Sequence[str],
         buckets: Iterable[Bucket],
         make_inputs: Callable[[Bucket], Sequence[Input]],
+        runs: int | None = None,
     ) -> None:
-        self._name = name
+        self._name, self._runs = name, runs
         self._axes = frozenset(axes)
         self._make_inputs = make_inputs
         self._members: dict[Bucket, list[Bucket]] = {}
@@ -198,7 +200,7 @@ class ShapeGroups:
             others = [*self._inputs_of_others(bucket)]
             dims = _varying_dims(self._make_inputs(bucket), others)
             axes = (a if a in self._axes and n == _ANY else f"{a}={n}" for a, n in key.items())
-            self._sizes[key] = SymbolicSizes(f"{self._name}[{' '.join(axes)}]", dims)
+            self._sizes[key] = SymbolicSizes(f"{self._name}[{' '.join(axes)}]", dims, self._runs)
         return self._sizes[key]
 
     def clear(self) -> None:

@@ -89,6 +89,37 @@ def test_every_bucket_is_run_before_it_serves():
     assert module.calls.item() == len(SPACE)
 
 
+@pytest.mark.parametrize(("runs", "expected"), [(1, 2), (2, 3), (9, len(SPACE))])
+def test_so_many_buckets_run_a_graph_that_they_share(runs, expected):
+    module = Step()
+    manager, report = warm(module, timed_runs=0, shared_runs=runs)
+    assert module.calls.item() == expected
+    assert (len(report.captured), report.graphs) == (len(SPACE), 2)
+    for bucket in SPACE:
+        inputs = inputs_of(bucket)
+        torch.testing.assert_close(manager.run(bucket, *inputs), module(*inputs))
+
+
+def test_a_bucket_that_did_not_run_knows_what_the_graph_writes_to():
+    def add(x, y):
+        x.add_(y)
+        return x * 1
+
+    def inputs(bucket):
+        return [torch.zeros(bucket.rows), torch.zeros(bucket.rows)]
+
+    space = explicit(["rows"], [2, 4, 8])
+    manager, _ = warm(add, space, inputs, symbolic=["rows"], shared_runs=1)
+    memory = torch.zeros(8)
+    with pytest.raises(InputMismatch, match="overlap in memory"):
+        manager.run(Bucket(rows=4), memory[:4], memory[2:6])
+
+
+def test_a_graph_that_never_runs_is_refused():
+    with pytest.raises(ValueError, match="shared_runs is 0; expected at least 1"):
+        warm(shared_runs=0)
+
+
 def test_a_long_run_of_a_graph_that_ran_before_is_timed_in_its_capture(monkeypatch):
     monkeypatch.setattr(capturing, "_LONG", 0.0)
     module = Step()
