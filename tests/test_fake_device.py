@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.fake_device import counts, open_device
+from tests.fake_device import allocated, counts, open_device
 
 SYNCHRONIZES = pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="torch 2.11 waits for no device that has no lazy start"
@@ -99,6 +99,47 @@ def test_a_copy_without_a_wait_finishes_as_late_as_possible(ones):
     arrived.record()
     arrived.synchronize()
     assert counts().since(before).waits == 1
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.accelerator, "Graph"), reason="torch 2.13 is the first with its Graph"
+)
+def test_a_graph_records_without_running_and_replays_on_addresses(device):
+    def record(call, pool=None):
+        graph = torch.accelerator.Graph(pool=pool)
+        graph.capture_begin()
+        try:
+            return graph, call()
+        finally:
+            graph.capture_end()
+
+    x, count = (torch.ones(16).to(device) for _ in range(2))
+    before = allocated()
+    graph, out = record(lambda: (count.add_(1), x * count, torch.cat([x, x])[:16])[1:])
+    assert count.cpu().eq(1).all()
+    x.fill_(3)
+    for run in (2, 3):
+        graph.replay()
+        assert count.cpu().eq(run).all() and out[0].cpu().eq(3 * run).all()
+    assert out[1].cpu().eq(3).all()
+    for forbidden in (
+        x.cpu,
+        lambda: x.sum().item(),
+        lambda: x[x > 0],
+        torch.accelerator.synchronize,
+    ):
+        with pytest.raises(RuntimeError, match="not permitted while a graph is recorded"):
+            record(forbidden)
+    assert torch.equal(x.cpu(), torch.full((16,), 3.0))
+    freed = out[0].data_ptr()
+    del out
+    again, out = record(lambda: x + 1, graph.pool())
+    other, apart = record(lambda: x + 1)
+    assert out.data_ptr() == freed and apart.data_ptr() != freed
+    for each in (graph, again, other):
+        each.reset()
+    del out, apart
+    assert allocated() == before
 
 
 @SYNCHRONIZES

@@ -113,8 +113,8 @@ class RecordedBackend(Backend):
             is filled anew; the graph reads them there, and nothing is copied.
 
     A callable that calls functions marked with :func:`graphs.eager_between` needs
-    ``compiler="eager"`` and runs once more than `warm_runs`; parts of it may be compiled by
-    themselves.
+    ``compiler="eager"`` and runs once more than `warm_runs`. Its segments are compiled if it is
+    `torch.compile` of a module, which breaks there.
 
     Args:
         recorder: makes a :class:`Recorder` for each callable.

@@ -373,6 +373,18 @@ def test_parts_may_be_compiled_by_themselves(fresh_compiler):
         check(graph, function, torch.randn(2, 2))
 
 
+def test_torch_compile_breaks_at_marked_functions_and_its_parts_are_recorded(fresh_compiler):
+    model, recorder = Block([1, 3]), DispatchDouble()
+    compiled = torch.compile(model, backend="aot_eager")
+    graph = recorded(compiled, torch.randn(4, 3), recorder=recorder)
+    assert len(recorder.tapes) == 2
+    eager = Block(model.lengths)
+    eager.load_state_dict(model.state_dict())
+    for lengths in ([2, 2], [3, 1]):
+        model.lengths[:] = lengths
+        check(graph, lambda x: eager(x), torch.randn(4, 3))
+
+
 def test_an_attribute_that_changes_makes_the_graph_stale():
     model = Model()
     graph = recorded(model, torch.randn(4, 3))
