@@ -9,7 +9,8 @@ names, seconds and bytes.
 
 What it must guarantee: the graph computes what the callable computes, in-place writes to buffers
 and inputs included; where it has guards beyond those on its inputs (a global, an attribute), a
-broken one never silently runs a stale graph.
+broken one never silently runs a stale graph. Each case of :mod:`graphs.backends.conformance` is one
+of these guarantees: ``pytest --graphs-backend module:Backend``.
 """
 
 from __future__ import annotations
