@@ -16,10 +16,8 @@ __all__ = ["buckets_for", "dominates"]
 _Points: TypeAlias = NDArray[np.int64]
 _Floats: TypeAlias = NDArray[np.float64]
 
-_MOST_POINTS = 2000
-_MOST_CANDIDATES = 512
+_MOST_POINTS = 1000
 _MIN_GAIN = 1e-3  # of what all needs pay
-_CHUNK = 256
 
 
 def buckets_for(
@@ -72,22 +70,17 @@ class _Problem:
     """Needs, what each pays in the ladder, and candidates for more buckets.
 
     Shape (n needs, m candidates): points ``[n, axes]``; weights, paid ``[n]``;
-    candidates ``[m, axes]``; costs ``[m]``.
+    candidates ``[m, axes]``; prices ``[m, n]``, infinite where a candidate does not fit.
     """
 
     def __init__(self, base: BucketSpace, points: _Points, weights: _Floats, tops: _Points) -> None:
         points, weights, tops = _grouped(points, weights, tops)
         self.points, self.weights = points, weights
         self.paid = self._costs(base, tops)
-        candidates = np.unique(np.concatenate([points, *_corners(points, tops)]), axis=0)
-        costs = self._costs(base, candidates)
-        gains = self._gains(candidates, costs, self.paid)
-        best = np.argsort(-gains, kind="stable")[:_MOST_CANDIDATES]
-        best = best[gains[best] > 0]
-        self.candidates, self.costs = candidates[best], costs[best]
         self.names = base.names
-        fits = dominates(self.candidates, points)
-        self._prices = np.where(fits, self.costs[:, None], np.inf)  # [m, n]
+        self.candidates = np.unique(np.concatenate([points, *_corners(points, tops)]), axis=0)
+        costs = self._costs(base, self.candidates)
+        self._prices = np.where(dominates(self.candidates, points), costs[:, None], np.inf)
 
     def best(self, count: int) -> list[Bucket]:
         """At most `count` candidates that save most together."""
@@ -107,14 +100,6 @@ class _Problem:
         if not len(saved) or saved.max() <= least:
             return None
         return int(saved.argmax())
-
-    def _gains(self, candidates: _Points, costs: _Floats, paid: _Floats) -> _Floats:
-        gains = np.empty(len(candidates))
-        for start in range(0, len(candidates), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            saved = np.maximum(paid - costs[part, None], 0.0)
-            gains[part] = (saved * dominates(candidates[part], self.points)) @ self.weights
-        return gains
 
     @staticmethod
     def _costs(base: BucketSpace, points: _Points) -> _Floats:
@@ -145,19 +130,25 @@ def _held(
 
 
 def _grouped(points: _Points, weights: _Floats, tops: _Points) -> tuple[_Points, _Floats, _Points]:
-    """Round needs up until few are distinct, but never above the bucket that the ladder has."""
-    ratio = 1.0
-    rounded = points
+    """Round needs up until few are distinct, but never above the bucket that the ladder has.
+
+    The most frequent needs stay exact.
+    """
+    ratio, rounded = 1.0, points
+    exact = np.zeros(len(points), np.bool_)
+    exact[np.argsort(-weights, kind="stable")[: _MOST_POINTS // 2]] = True
+    highest = np.concatenate([np.where(points > 0, tops, 0), tops], axis=1)
+    most = max(_MOST_POINTS, int(exact.sum()) + len(np.unique(highest, axis=0)))
     while True:
         rows = np.concatenate([rounded, tops], axis=1)
         rows, which = np.unique(rows, axis=0, return_inverse=True)
-        if len(rows) <= _MOST_POINTS:
+        if len(rows) <= most:
             sums = np.bincount(which.reshape(-1), weights).astype(np.float64)
             return rows[:, : points.shape[1]], sums, rows[:, points.shape[1] :]
         ratio = 1.01 if ratio == 1.0 else ratio * ratio
         steps = np.ceil(np.log(np.maximum(points, 1)) / np.log(ratio) - 1e-9)
-        up = np.ceil(ratio**steps - 1e-9).astype(np.int64)
-        rounded = np.minimum(np.where(points > 0, np.maximum(up, points), 0), tops)
+        up = np.minimum(np.ceil(ratio**steps - 1e-9), tops).astype(np.int64)
+        rounded = np.where(exact[:, None] | (points == 0), points, np.maximum(up, points))
 
 
 def _corners(points: _Points, tops: _Points) -> list[_Points]:

@@ -15,7 +15,7 @@ from tests.compiled_attn.tiny import tiny_model
 
 
 def served(engine):
-    results = engine.generate(prompts_of(6, longest=11), SamplingParams(max_new_tokens=7))
+    results = engine.generate(prompts_of(3, longest=11), SamplingParams(max_new_tokens=4))
     return {result.index: result.tokens for result in results}
 
 

@@ -119,6 +119,17 @@ def test_many_distinct_sizes_are_planned_quickly_and_well():
     assert paid(learned, counts) < 0.85 * paid(ladder, counts)
 
 
+def test_a_ladder_of_more_buckets_than_groups_of_needs():
+    ladder = explicit(["n"], range(10, 20_010, 10))
+    counts = {(n,): 1 for n in range(1, 20_001)} | {(11,): 10**6}
+    learned = buckets_for(counts, ladder, len(ladder) + 1)
+    assert learned.pick(n=11)["n"] == 11
+    corners = explicit(("a", "b"), [(a, b) for a in range(0, 900, 30) for b in range(0, 900, 30)])
+    pairs = {(a, b): 1 for a in range(0, 870, 9) for b in range(0, 870, 9)} | {(31, 31): 10**6}
+    more = buckets_for(pairs, corners, len(corners) + 2)
+    assert paid(more, pairs) < paid(corners, pairs)
+
+
 def test_buckets_that_save_next_to_nothing_are_left_out():
     base = explicit(["n"], [10, 100])
     assert buckets_for({(10,): 10**6, (99,): 1}, base, 8) == base
