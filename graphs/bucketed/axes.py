@@ -145,21 +145,41 @@ class InputAxes:
         """Whether a flat input is the input `key`, or inside of that container."""
         return _is_in(self.inputs[index], key)
 
-    def resized(self, example: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
-        """Copy flat inputs at other sizes: cut, or with their slices repeated."""
+    def resized(
+        self, example: Sequence[Any], sizes: Mapping[str, int], distinct: bool = False
+    ) -> list[Any]:
+        """Copy flat inputs at other sizes: cut, or with their slices repeated.
+
+        Args:
+            example: flat inputs.
+            sizes: by axis.
+            distinct: whether values within repeated slices are rolled, so that slices differ.
+        """
         return [
-            _resized(each, {dim: sizes[axis] for dim, axis in self.of_input(i).items()})
+            _resized(each, {dim: sizes[axis] for dim, axis in self.of_input(i).items()}, distinct)
             if isinstance(each, Tensor)
             else each
             for i, each in enumerate(example)
         ]
 
 
-def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
+def _resized(tensor: Tensor, sizes: Mapping[int, int], distinct: bool) -> Tensor:
     for dim, size in sizes.items():
-        at = torch.arange(size, device=tensor.device) % max(tensor.shape[dim], 1)
+        have = max(tensor.shape[dim], 1)
+        at = torch.arange(size, device=tensor.device) % have
         tensor = tensor.index_select(dim, at)
+        if distinct:
+            for start in range(have, size, have):
+                _vary(tensor.narrow(dim, start, min(have, size - start)), dim, start // have)
     return tensor if sizes else tensor.clone()
+
+
+def _vary(part: Tensor, dim: int, by: int) -> None:
+    others = [at for at in range(part.dim()) if at != dim and part.shape[at] > 1]
+    if others:
+        part.copy_(part.roll(by, others[-1]))
+    elif part.is_floating_point():
+        part.mul_(1 + by)
 
 
 def _is_in(name: str, key: str) -> bool:

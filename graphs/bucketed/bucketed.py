@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from graphs.bucketed.axes import ladder_of
 from graphs.bucketed.padding import Pad
-from graphs.bucketed.variant import BucketedOptions
+from graphs.bucketed.trial import BucketedOptions
 from graphs.bucketed.wrapped import Bucketed, Overflow
 from graphs.buckets.learned import buckets_for
 from graphs.buckets.recorded import RecordedSizes
@@ -78,8 +78,8 @@ def bucketed(
             cut), or a function that takes the sizes of all axes by keyword and returns the size.
             Default: found by runs at two sizes; a dimension that follows an axis, or is a multiple
             of it, is cut.
-        discrete: by keyword input, the values that it may take (flags, small enums). Each
-            combination has graphs of its own.
+        discrete: by input, the values that it may take (flags, small enums). Each combination has
+            graphs of its own.
         exact: axes that are not padded, since the module mixes along them (a convolution, a norm):
             only the sizes of the buckets are served.
         overflow: what to do with larger inputs: `error` raises BucketOverflow; `eager` runs the
@@ -94,7 +94,8 @@ def bucketed(
         check: whether the warmup compares results through padding with those without.
         learn: a file that records the sizes of calls (counts only); the next process with it adds
             buckets where they pad least, never instead of the given ones.
-        max_graphs: buckets at most, with those that were learned; default: twice the given ones.
+        max_graphs: buckets at most, with those that were learned or captured late; default: twice
+            the given ones.
         order, budget_seconds, budget_bytes, journal: see :class:`graphs.WarmupManager`.
         name: for errors; default: the callable's own name.
         training: refused; here for the reason.
@@ -119,7 +120,7 @@ def bucketed(
             raise BucketedError(
                 f"there is no axis {axis!r}; expected one of {', '.join(space.names)}"
             )
-    recorded = None
+    recorded, ladder = None, space
     if learn is not None:
         recorded = RecordedSizes(learn, space.names)
         space = _learned(recorded, space, max_graphs)
@@ -143,9 +144,9 @@ def bucketed(
         **(options or {}),
     }
     given = BucketedOptions(
-        name, space, axes, dict(pad or {}), dict(outputs or {}), frozenset(exact), check
+        name, space, ladder, axes, dict(pad or {}), dict(outputs or {}), frozenset(exact), check
     )
-    settings = {each: (*values,) for each, values in (discrete or {}).items()}
+    settings = {each: _distinct(values) for each, values in (discrete or {}).items()}
     if empty := [each for each, values in settings.items() if not values]:
         raise BucketedError(f"discrete: '{empty[0]}' has no values; expected at least one")
     return Bucketed(
@@ -156,6 +157,7 @@ def bucketed(
         manager_options,
         overflow,
         split or space.names[0],
+        2 * len(ladder) if max_graphs is None else max_graphs,
         recorded,
     )
 
@@ -176,6 +178,14 @@ def _learned(recorded: RecordedSizes, space: BucketSpace, most: int | None) -> B
         return buckets_for(recorded.counts, space, 2 * len(space) if most is None else most)
     except ValueError as error:
         raise BucketedError(f"learn: {error}") from None
+
+
+def _distinct(values: Sequence[Any]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values:
+        if not any(type(value) is type(each) and value == each for each in found):
+            found.append(value)
+    return (*found,)
 
 
 def _fresh(backend: Backend) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import SymInt, Tensor, nn
 from torch.fx import GraphModule
 
+from graphs.bucketed.axes import ladder_of
 from graphs.bucketed.bucketed import bucketed
 from graphs.bucketed.wrapped import Bucketed
 from graphs.errors import BucketedError
@@ -52,7 +53,15 @@ def bucketed_backend(
         given["backend"] = given.pop("inner")
     traced = traced_inputs(graph, example_inputs)
     symbols = _symbols(traced, ranges)
-    open_sizes = [name for name, symbol in symbols.items() if symbol is not None]
+    by_symbol: dict[str, list[str]] = {}
+    for name, symbol in symbols.items():
+        if symbol is not None:
+            by_symbol.setdefault(symbol, []).append(name)
+    # Sizes that were equal at the trace are one symbol, and this graph runs while they are equal.
+    open_sizes = [
+        min(same, key=lambda name: ladder_of(name, ranges[name]).largest[name])
+        for same in by_symbol.values()
+    ]
     if not open_sizes:
         _log.warning(
             "backend 'bucketed': a graph has no symbolic size and is compiled as it is; expected "
@@ -64,7 +73,7 @@ def bucketed_backend(
             dim: name
             for dim, size in enumerate(_sizes(value))
             for name in open_sizes
-            if isinstance(size, SymInt) and str(size) == symbols[name]
+            if _symbol(size) == symbols[name]
         }
         for index, value in enumerate(each for each in traced if isinstance(each, Tensor))
     }
@@ -90,10 +99,11 @@ def _symbols(inputs: Sequence[Any], names: Mapping[str, Any]) -> dict[str, str |
             f"backend 'bucketed': no input has the {len(names)} dimensions {', '.join(names)}"
         )
     sizes = _sizes(first)[: len(names)]
-    return {
-        name: str(size) if isinstance(size, SymInt) else None
-        for name, size in zip(names, sizes, strict=True)
-    }
+    return {name: _symbol(size) for name, size in zip(names, sizes, strict=True)}
+
+
+def _symbol(size: Any) -> str | None:
+    return str(size) if isinstance(size, SymInt) else None
 
 
 def _sizes(tensor: Tensor) -> Sequence[Any]:

@@ -41,12 +41,18 @@ def differs(got: Any, expected: Any) -> str:
         return f"has {unequal} of {expected.numel()} values that differ" if unequal else ""
     wide = torch.complex128 if expected.is_complex() else torch.float64
     one, other = got.detach().cpu().to(wide), expected.detach().cpu().to(wide)
-    if not torch.equal(one.isfinite(), other.isfinite()):
-        return "is not finite where it was without padding"
+    if not torch.equal(_kinds(one), _kinds(other)):
+        return "is not finite where it was without padding, or the other way"
     largest = other.nan_to_num(0.0, 0.0, 0.0).abs().max()
     error = (one - other).nan_to_num(0.0, 0.0, 0.0).abs().max()
     limit = float(torch.finfo(expected.dtype).eps) ** 0.5 * max(float(largest), 1e-12)
     return f"differs by {float(error):.2g} of {float(largest):.2g}" if float(error) > limit else ""
+
+
+def _kinds(value: Tensor) -> Tensor:
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.isnan() * 2 + value.isinf() * value.sign().nan_to_num()
 
 
 def check_equal(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphs.errors import BucketedError
 
-__all__ = ["Cut", "Run", "find_cuts"]
+__all__ = ["Cut", "Run", "find_cuts", "shapes_of"]
 
 Sizes: TypeAlias = "Mapping[str, int]"
 
@@ -71,6 +71,23 @@ def find_cuts(
     return cuts
 
 
+def shapes_of(
+    tensors: Sequence[int], runs: Sequence[Run], cuts: Sequence[Cut]
+) -> list[list[int | None]]:
+    """Return the shapes of outputs that are tensors, with None where a dimension changes uncut."""
+    are_cut = {(cut.output, cut.dim) for cut in cuts}
+    shapes: list[list[int | None]] = []
+    for index in tensors:
+        found = [*zip(*(run.outputs[index].shape for run in runs), strict=True)]
+        shapes.append(
+            [
+                sizes[0] if (index, dim) in are_cut or len({*sizes}) == 1 else None
+                for dim, sizes in enumerate(found)
+            ]
+        )
+    return shapes
+
+
 def _changed(base: Run, other: Run) -> str:
     return next(axis for axis, size in other.sizes.items() if size != base.sizes[axis])
 
@@ -121,7 +138,17 @@ def _annotated(index: int, dim: int, entry: Any, axes: Sequence[str]) -> Cut | N
         return None
     if isinstance(entry, str):
         return Cut(index, dim, entry, lambda sizes: sizes[entry])
-    return Cut(index, dim, axes[0] if axes else "", lambda sizes: int(entry(**sizes)))
+
+    def size_at(sizes: Sizes) -> int:
+        try:
+            return int(entry(**sizes))
+        except TypeError as error:
+            raise BucketedError(
+                f"outputs: the function of dimension {dim} fails: {error}; expected one that takes "
+                f"{', '.join(sizes)} by keyword and returns a size"
+            ) from error
+
+    return Cut(index, dim, axes[0] if axes else "", size_at)
 
 
 def _check_annotation(cut: Cut, name: str, runs: Sequence[Run]) -> None:

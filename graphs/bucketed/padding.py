@@ -49,7 +49,8 @@ def _check(name: str, value: Tensor, pad: Any) -> None:
         held = torch.full((), pad, dtype=value.dtype)
     except (RuntimeError, TypeError, ValueError):
         held = None
-    if held is None or (held.item() != pad and not value.is_floating_point()):
+    is_rounded = value.is_floating_point() and held is not None and not held.isinf()
+    if held is None or (held.item() != pad and not is_rounded):
         raise BucketedError(
             f"pad: '{name}' is {str(value.dtype).removeprefix('torch.')} and cannot hold {pad!r}; "
             "expected a number of that dtype, or 'repeat'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from graphs.bucketed.outputs import Cut
 from graphs.bucketed.padding import Pad, PadTail, tails_of
 from graphs.buckets.space import Bucket
 from graphs.capture.capture import CapturedGraph
-from graphs.capture.inputs import InputsCheck
-from graphs.errors import InputMismatch
+from graphs.capture.inputs import InputsCheck, InputSpec, has_memory, overlaps
+from graphs.errors import BucketedError, InputMismatch
 from graphs.torch_internals.foreach import copy_all
 
 __all__ = ["Plan", "Plans", "Rules"]
@@ -34,7 +33,10 @@ class Rules:
         dims: by input, the axis of each dimension that follows one.
         pads: by input, its padding.
         written: inputs that it writes to.
+        state: parameters and buffers that it writes to, with their names.
         cuts: dimensions of outputs to cut.
+        names: of the outputs.
+        shapes: of the outputs that are tensors, at the least sizes; None: of any size.
         tensors: which outputs are tensors.
         constants: the others; None for a tensor.
         aliases: outputs that share memory with an input.
@@ -45,7 +47,10 @@ class Rules:
     dims: Mapping[int, Mapping[int, str]]
     pads: Mapping[int, Pad]
     written: Sequence[int]
+    state: Sequence[tuple[str, Tensor]]
     cuts: Sequence[Cut]
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int | None]]
     tensors: Sequence[int]
     constants: Sequence[Any]
     aliases: Sequence[int]
@@ -54,15 +59,20 @@ class Rules:
 class Plans:
     """The plans of a callable, by the layout of the inputs, and the buffers that they share.
 
-    Attributes:
+    Args:
+        rules: of the callable.
         lock: held while a call fills buffers and runs.
-        last: the plan that filled the buffers last.
+
+    Attributes:
+        last: the plan that filled the buffers last; None while a call fills them.
+        generation: counts how often plans were cleared.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, lock: threading.Lock) -> None:
         self.rules = rules
-        self.lock = threading.Lock()
+        self.lock = lock
         self.last: Plan | None = None
+        self.generation = 0
         self._plans: dict[Any, Plan] = {}
         self._buffers: dict[int, Tensor] = {}
 
@@ -75,9 +85,18 @@ class Plans:
         return plan if plan is not None and plan.check.mismatch(leaves) is None else None
 
     def add(
-        self, leaves: Sequence[Any], sizes: Mapping[str, int], bucket: Bucket, graph: CapturedGraph
+        self,
+        leaves: Sequence[Any],
+        sizes: Mapping[str, int],
+        bucket: Bucket,
+        graph: CapturedGraph,
+        generation: int,
     ) -> Plan:
         """Make and remember the plan of inputs of some sizes, which go to a bucket.
+
+        Args:
+            generation: before the bucket was chosen; the plan is not remembered if plans were
+                cleared since, as its graph may be closed.
 
         Raises:
             InputMismatch: an input that is written in place has other strides than its example.
@@ -90,8 +109,9 @@ class Plans:
                 inputs = self._placeholders(leaves, graph)
                 if (unpadded := graph.at_sizes_of(self.rules.module, inputs)) is not None:
                     graph, runs_at = unpadded, sizes
-            plan = Plan(self, leaves, sizes, bucket, graph, runs_at)
-            self._plans[_layout(leaves)] = plan
+            plan = Plan(self, leaves, sizes, bucket, graph, runs_at, generation)
+            if generation == self.generation:
+                self._plans[_layout(leaves)] = plan
             return plan
 
     def _placeholders(self, leaves: Sequence[Any], graph: CapturedGraph) -> list[Any]:
@@ -114,16 +134,19 @@ class Plans:
             self._plans.clear()
             self._buffers.clear()
             self.last = None
+            self.generation += 1
 
-    def buffer(self, index: int, like: Tensor, shape: Sequence[int]) -> Tensor:
+    def buffer(self, index: int, like: Tensor, spec: InputSpec) -> Tensor:
         """A buffer for an input, in memory that all buckets share."""
-        count = math.prod(shape)
+        assert spec.shape is not None and spec.stride is not None
+        steps = [(size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True)]
+        count = 1 + sum(steps) if all(spec.shape) else 0
         memory = self._buffers.get(index)
         if memory is None or memory.numel() < count:
             with torch.inference_mode(False):
                 memory = torch.empty(count, dtype=like.dtype, device=like.device)
             self._buffers[index] = memory
-        return memory[:count].view(*shape)
+        return memory.as_strided(spec.shape, spec.stride)
 
 
 class Plan:
@@ -149,12 +172,14 @@ class Plan:
         bucket: Bucket,
         graph: CapturedGraph,
         runs_at: Mapping[str, int],
+        generation: int,
     ) -> None:
         rules = plans.rules
         self.bucket = bucket
         self.sizes = tuple(sizes[axis] for axis in bucket.names)
         self._plans, self._rules = plans, rules
-        self._graph = graph
+        self._graph, self._generation = graph, generation
+        self._has_run = False
         self.check = InputsCheck(rules.module, leaves)
         self.fits = self.check.fits
         self._inputs: list[Any] = [*leaves]
@@ -175,7 +200,8 @@ class Plan:
             for cut in rules.cuts
             if (size := cut.size_at(sizes)) != cut.size_at(runs_at)
         ]
-        self._copies = [rules.tensors.index(index) for index in rules.aliases]
+        self._copies = {rules.tensors.index(index) for index in rules.aliases}
+        self._writes = bool(self._copied and (rules.written or rules.state))
 
     def _add(self, index: int, value: Tensor, static: Tensor | None) -> None:
         rules, spec = self._rules, self._graph.input_specs[index]
@@ -187,13 +213,13 @@ class Plan:
         if index in rules.written:
             raise InputMismatch(
                 rules.name,
-                f"'{spec.name}' is written in place and has strides {value.stride()}, captured "
-                f"{spec.stride}: pass it with these",
+                f"'{spec.name}' is written in place and is an inference tensor: clone() it outside "
+                "of inference mode"
+                if value.is_inference()
+                else f"'{spec.name}' is written in place and has strides {value.stride()}, "
+                f"captured {spec.stride}: pass it with these",
             )
-        assert spec.shape is not None
-        buffer = static
-        if buffer is None:
-            buffer = self._plans.buffer(index, value, spec.shape)
+        buffer = self._plans.buffer(index, value, spec) if static is None else static
         sizes = {dim: value.shape[dim] for dim in dims}
         real, tails = tails_of(buffer, sizes, rules.pads.get(index, 0))
         self._copied.append(index)
@@ -206,24 +232,34 @@ class Plan:
         """Pad, run the graph, cut; returns flat outputs."""
         plans, rules = self._plans, self._rules
         inputs = self._inputs.copy()
-        for index in self._direct:
-            inputs[index] = leaves[index]
+        direct = [leaves[index] for index in self._direct]
+        for index, value in zip(self._direct, direct, strict=True):
+            inputs[index] = value
+        if len({*map(id, direct)}) < len(direct):
+            self._make_distinct(inputs)
+        if self._writes:
+            self._refuse_overlaps(leaves)
         with plans.lock:
+            # Until all is written, the buffers are no plan's.
+            last, plans.last = plans.last, None
             if self._targets:
-                if plans.last is not self:
+                if last is not self:
                     for tail in self._constant_tails:
                         tail.fill()
                 copy_all(self._targets, [leaves[index] for index in self._copied])
                 for tail in self._repeated_tails:
                     tail.fill()
-            plans.last = self
             outputs = self._graph.run(*inputs)
-        if self._copies or self._cuts:
-            outputs = [*outputs]
-            for index in self._copies:
-                outputs[index] = outputs[index].clone()
-            for index, dim, size in self._cuts:
-                outputs[index] = outputs[index].narrow(dim, 0, size)
+            if not self._has_run:
+                self._look_at(inputs, outputs)
+            if self._copies or self._cuts:
+                outputs = [*outputs]
+                for index, dim, size in self._cuts:
+                    outputs[index] = outputs[index].narrow(dim, 0, size)
+                for index in self._copies:  # before another call fills the buffers
+                    outputs[index] = outputs[index].clone()
+            if self._generation == plans.generation:
+                plans.last = self
         constants = rules.constants
         if len(constants) > len(outputs):
             tensors = iter(outputs)
@@ -232,6 +268,52 @@ class Plan:
                 for index, constant in enumerate(constants)
             ]
         return outputs
+
+    def _look_at(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Check the shapes of outputs in this bucket, and find those that are views of inputs."""
+        rules = self._rules
+        storages = {each.untyped_storage().data_ptr() for each in inputs if has_memory(each)}
+        expected = [[*shape] for shape in rules.shapes]
+        for cut in rules.cuts:
+            expected[rules.tensors.index(cut.output)][cut.dim] = cut.size_at(self.bucket)
+        for index, dim, size in self._cuts:
+            if size < 0 or size > outputs[index].shape[dim]:
+                expected[index][dim] = size
+        for index, (output, shape) in enumerate(zip(outputs, expected, strict=True)):
+            got = [*output.shape]
+            if len(got) != len(shape) or any(
+                size not in (None, found) for size, found in zip(shape, got, strict=True)
+            ):
+                name = rules.names[rules.tensors[index]]
+                raise BucketedError(
+                    f"{rules.name}[{self.bucket}]: output '{name}' has shape {tuple(got)}, "
+                    f"expected {tuple(shape)} by how it follows the axes at smaller sizes: say "
+                    f"how, outputs={{{name!r}: ...}}"
+                )
+            if has_memory(output) and output.untyped_storage().data_ptr() in storages:
+                self._copies.add(index)
+        self._has_run = True
+
+    def _make_distinct(self, inputs: list[Any]) -> None:
+        # A graph is of distinct tensors; one that writes refuses those that share memory.
+        seen: set[int] = set()
+        for index in self._direct:
+            if id(inputs[index]) in seen:
+                inputs[index] = inputs[index].detach()
+            seen.add(id(inputs[index]))
+
+    def _refuse_overlaps(self, leaves: Sequence[Any]) -> None:
+        # The graph reads the copy, which does not see what it writes.
+        names = [spec.name for spec in self._graph.input_specs]
+        written = [(names[index], leaves[index]) for index in self._rules.written]
+        for index in self._copied:
+            for name, other in (*written, *self._rules.state):
+                if overlaps(leaves[index], other):
+                    raise InputMismatch(
+                        self._rules.name,
+                        f"'{names[index]}' overlaps '{name}' in memory, which is written in place: "
+                        "clone() it",
+                    )
 
 
 def _layout(leaves: Sequence[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -12,12 +13,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from graphs.bucketed.independence import check_equal
-from graphs.bucketed.variant import BucketedOptions, Variant
+from graphs.bucketed.comparison import compare_with_eager
+from graphs.bucketed.example import by_keyword, copied_call, default_example, parameters_of
+from graphs.bucketed.trial import BucketedOptions
+from graphs.bucketed.variant import Variant
 from graphs.buckets.recorded import RecordedSizes
 from graphs.buckets.space import Bucket
 from graphs.capture.structure import as_call
-from graphs.errors import BucketedError, BucketOverflow, CaptureError, InputMismatch, quoted
+from graphs.errors import BucketOverflow, CaptureError, InputMismatch, quoted
 from graphs.warmup.group import WarmupGroup
 from graphs.warmup.manager import Progress, WarmupManager
 from graphs.warmup.report import WarmupReport
@@ -48,6 +51,7 @@ class Bucketed(nn.Module):
         manager_options: Mapping[str, Any],
         overflow: Overflow,
         split: str,
+        max_graphs: int,
         recorded: RecordedSizes | None,
     ) -> None:
         super().__init__()
@@ -58,12 +62,30 @@ class Bucketed(nn.Module):
         self._options = options
         self._discrete = discrete
         self._manager_options = manager_options
-        self._overflow, self._split = overflow, split
+        self._overflow, self._split, self._max_graphs = overflow, split, max_graphs
         self._recorded = recorded
         self._defaults = _defaults(function, discrete)
+        self._positions = [
+            each.name
+            for each in parameters_of(function).values()
+            if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
         self._members: dict[Any, tuple[Variant, WarmupManager]] = {}
         self._only: tuple[Variant, WarmupManager] | None = None
         self._logged: set[str] = set()
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        self._preparing, self._running = threading.RLock(), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: it has no graphs, needs a warmup of its own, and records no sizes."""
+        new: dict[str, Any] = {"_members": {}, "_only": None, "_recorded": None}
+        return {**self.__dict__, **new, "_preparing": None, "_running": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_locks()
 
     def warmup(self, progress: Progress | None = None, **budgets: Any) -> WarmupReport:
         """Check axes, outputs and padding by a few eager runs, then capture every bucket.
@@ -77,18 +99,27 @@ class Bucketed(nn.Module):
             CaptureError: no bucket is captured, or a graph does not compute what the callable does.
             GraphBudgetExceeded: a strict `no_compile` is armed.
         """
-        self._prepare()
-        report = WarmupGroup(*self.managers, **budgets).warmup(progress)
-        for variant, manager in self._members.values():
-            variant.plans.clear()
-            if manager.report is not None and manager.report.captured:
-                self._compare(variant, manager)
-        return report
+        with self._preparing, torch.inference_mode(False):
+            self._prepare()
+            try:
+                report = WarmupGroup(*self.managers, **budgets).warmup(progress)
+            finally:
+                for variant, _ in self._members.values():
+                    variant.plans.clear()
+            try:
+                for variant, manager in self._members.values():
+                    compare_with_eager(variant, manager, self._options.check)
+            except Exception:
+                self._free()  # a graph that is wrong must not serve
+                raise
+            return report
 
     @property
     def pending(self) -> int:
         """How many buckets are not captured yet."""
-        self._prepare()
+        if not self._members:
+            with self._preparing, torch.inference_mode(False):
+                self._prepare()
         return sum(manager.pending for _, manager in self._members.values())
 
     @property
@@ -127,11 +158,23 @@ class Bucketed(nn.Module):
                 example, or two inputs disagree about an axis.
             BucketOverflow: no bucket holds these sizes.
             CaptureError: not warmed up.
+            BucketedError: an output does not follow the axes as at the warmup.
         """
+        if self._forward_hooks or self._forward_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        return self._serve(args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call, without hooks."""
+        return self._serve(args, kwargs)
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         member = self._only
         if member is None:
             if not self._members and self._example is None:
                 return self._first_call(args, kwargs)
+            if args and self._discrete:
+                args, kwargs = by_keyword(self._positions, self._discrete, args, kwargs)  # type: ignore[assignment]
             member = self._member(kwargs)
         variant = member[0]
         leaves = variant.flatten(args, kwargs)
@@ -144,24 +187,25 @@ class Bucketed(nn.Module):
                 return variant.build(self._run(*member, leaves))
         return variant.build(self._run(*member, leaves))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call."""
-        return self(*args, **kwargs)
-
     def close(self) -> None:
         """Free all graphs and buffers, and write recorded sizes. A later warmup captures again."""
         if self._recorded is not None:
             self._recorded.close()
+        with self._preparing:
+            self._free()
+
+    def _free(self) -> None:
         for variant, manager in self._members.values():
-            variant.plans.clear()
             manager.close()
+            variant.plans.clear()
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            function = self.__dict__.get("function") or self._modules.get("function")
-            if function is None:
+            modules = self.__dict__.get("_modules", {})
+            function = self.__dict__.get("function") or modules.get("function")
+            if function is None or name.startswith("__"):  # such as __deepcopy__, of this object
                 raise
             return getattr(function, name)
 
@@ -172,13 +216,15 @@ class Bucketed(nn.Module):
     def _prepare(self) -> None:
         if self._members:
             return
-        args, kwargs = self._example or self._default_example()
+        args, kwargs = self._example or default_example(self.function, self._options.name)
+        if self._discrete:
+            args, kwargs = by_keyword(self._positions, self._discrete, args, kwargs)
         members: dict[Any, tuple[Variant, WarmupManager]] = {}
         values = [[(name, each) for each in given] for name, given in self._discrete.items()]
         fixed = {name: each for name, each in kwargs.items() if name not in self._discrete}
         for settings in itertools.product(*values):
             call = _Bound(self.function, dict(settings)) if settings else self.function
-            variant = Variant(self.function, call, args, fixed, self._options)
+            variant = Variant(self.function, call, args, fixed, self._options, self._running)
             if self._overflow == "split":
                 variant.check_split(self._split)
             manager = self._manager(variant, settings, len(members))
@@ -199,26 +245,14 @@ class Bucketed(nn.Module):
             variant.module, self._options.buckets, variant.inputs_at, name=name, **options
         )
 
-    def _default_example(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        dummy = getattr(self.function, "dummy_inputs", None)
-        if not isinstance(dummy, Mapping):
-            raise BucketedError(
-                f"{self._options.name}: expected an example, got none: bucketed(module, example), "
-                "or call it once before warmup()"
-            )
-        inputs = dict(dummy)
-        ids, parameters = inputs.get("input_ids"), _parameters(self.function)
-        if isinstance(ids, Tensor) and "attention_mask" in parameters.keys() - inputs.keys():
-            inputs["attention_mask"] = torch.ones_like(ids)
-        device = next((each.device for each in self.function.parameters()), None)  # type: ignore[attr-defined]
-        return (), {n: v.to(device) if isinstance(v, Tensor) else v for n, v in inputs.items()}
-
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._log_once("runs eagerly and becomes the example, since it comes before warmup()")
+        given = by_keyword(self._positions, self._discrete, args, kwargs)
+        example = copied_call(self.function, *given, self._discrete)
         with torch.no_grad():
             result = self.function(*args, **kwargs)
         self.fallbacks += 1
-        self._example = args, kwargs
+        self._example = example
         return result
 
     def _member(self, kwargs: dict[str, Any]) -> tuple[Variant, WarmupManager]:
@@ -247,18 +281,30 @@ class Bucketed(nn.Module):
         plan = variant.plans.find(leaves)
         if plan is None:
             sizes = variant.sizes(leaves)
+            generation = variant.plans.generation
             try:
                 bucket = self._bucket(manager, sizes)
             except BucketOverflow as overflow:
                 return self._overflown(variant, manager, leaves, sizes, overflow)
-            plan = variant.plans.add(leaves, sizes, bucket, manager.graph(bucket))
+            graph = manager.graph(bucket)
+            plan = variant.plans.add(leaves, sizes, bucket, graph, generation)
         if self._recorded is not None:
             self._recorded.add(plan.sizes)
         manager.count(plan.bucket)
         return plan.run(leaves)
 
     def _bucket(self, manager: WarmupManager, sizes: Mapping[str, int]) -> Bucket:
-        before = manager.fallbacks
+        before, captured = manager.fallbacks, manager.hits
+        if (
+            self._overflow == "compile"
+            and len(captured) >= self._max_graphs
+            and not any(all(each[axis] >= sizes[axis] for axis in sizes) for each in captured)
+        ):
+            raise BucketOverflow(
+                sizes,
+                manager.buckets.largest,
+                f"max_graphs={self._max_graphs} are captured: raise it, or widen the ranges",
+            )
         bucket = manager.find(**sizes)
         self.fallbacks += manager.fallbacks - before
         if wrong := [axis for axis in self._options.exact if bucket[axis] != sizes[axis]]:
@@ -281,8 +327,8 @@ class Bucketed(nn.Module):
             self.fallbacks += 1
             self._log_once("runs eagerly, since no bucket holds it", shown)
             return variant.run_eagerly(leaves)
-        most = max(bucket[self._split] for bucket in manager.buckets)
-        if self._overflow != "split" or sizes[self._split] <= most:
+        most = self._most_of_part(manager, sizes)
+        if self._overflow != "split" or not 0 < most < sizes[self._split]:
             remedy = overflow.remedy or "pass smaller inputs, widen the ranges, or choose overflow="
             raise BucketOverflow(sizes, overflow.largest, remedy) from None
         self.fallbacks += 1
@@ -293,22 +339,21 @@ class Bucketed(nn.Module):
         ]
         return variant.join(parts, self._split)
 
-    def _compare(self, variant: Variant, manager: WarmupManager) -> None:
-        """Run one real-sized input through its bucket, and compare with an eager run."""
-        for sizes in variant.sizes_to_compare():
-            try:
-                leaves = variant.inputs_at(sizes)
-                with torch.no_grad():
-                    expected = variant.run_eagerly(variant.inputs_at(sizes))
-            except Exception:
-                continue  # such as a convolution that cannot have this size
-            with torch.no_grad():
-                got = self._run(variant, manager, leaves)
-            try:
-                check_equal(variant.output_names, got, expected, lambda: "the graph is wrong")
-            except BucketedError as error:
-                raise CaptureError(manager.name, f"{Bucket(**sizes)}: {error}") from None
-            return
+    def _most_of_part(self, manager: WarmupManager, sizes: Mapping[str, int]) -> int:
+        """The largest part along the axis to split that a captured bucket holds; 0: none."""
+        exact = self._options.exact
+        return max(
+            (
+                bucket[self._split]
+                for bucket in manager.hits
+                if all(
+                    bucket[axis] == size if axis in exact else bucket[axis] >= size
+                    for axis, size in sizes.items()
+                    if axis != self._split
+                )
+            ),
+            default=0,
+        )
 
     def _refuse_gradients(self, variant: Variant, leaves: Sequence[Any]) -> None:
         for name, value in zip(variant.axes.inputs, leaves, strict=True):
@@ -339,16 +384,8 @@ class _Bound(nn.Module):
         return self.function(*args, **kwargs, **self._settings)
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    target = function.forward if isinstance(function, nn.Module) else function
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
 def _defaults(function: Callable[..., Any], discrete: Iterable[str]) -> dict[str, Any]:
-    found = _parameters(function)
+    found = parameters_of(function)
     return {
         name: found[name].default
         for name in discrete

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class Structure:
         """Return the leaves of a value of the same structure; None if it differs."""
         try:
             return self._take(value)
-        except (LookupError, AttributeError, TypeError):
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
             return None
 
     def _add(self, value: Any, name: str, path: str) -> str:
@@ -85,6 +86,8 @@ class Structure:
         self._conditions.append(f"type({path}) is {kind}")
         if hasattr(value, "__len__"):
             self._conditions.append(f"len({path}) == {len(value)}")
+        if not isinstance(value, tuple) and type(value) not in (dict, list, OrderedDict):
+            self._conditions.append(f"{self._constant(container.is_like)}({path})")
         steps = zip(container.children, container.paths, strict=True)
         parts = [self._add(child, name + step, path + step) for child, step in steps]
         if type(value) is dict:
@@ -247,12 +250,14 @@ def flat_call(
 
 
 def _parameters(function: Callable[..., Any]) -> list[Any]:
-    """Names of the parameters that take positional inputs; none if it has a variable number."""
+    """Names of the parameters that take positional inputs, or their number where they have none."""
     target = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = [*inspect.signature(target).parameters.values()]
     except (TypeError, ValueError):
         return []  # a builtin without a signature
     return [
-        each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        number if each.kind is inspect.Parameter.POSITIONAL_ONLY else each.name
+        for number, each in enumerate(parameters)
+        if each.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]

@@ -18,11 +18,14 @@ class Container(NamedTuple):
         paths: of each child, as Python writes it after the container: ``['key']``, ``[0]``,
             ``.field``.
         rebuild: makes a container of the same kind from other children.
+        is_like: whether a value of the same class has the same metadata: what it is rebuilt with
+            besides its children.
     """
 
     children: Sequence[Any]
     paths: Sequence[str]
     rebuild: Callable[[Sequence[Any]], Any]
+    is_like: Callable[[Any], bool]
 
 
 def container_of(value: Any) -> Container | None:
@@ -39,11 +42,14 @@ def container_of(value: Any) -> Container | None:
     def rebuild(others: Sequence[Any]) -> Any:
         return known.unflatten_fn(others, context)
 
+    def is_like(other: Any) -> bool:
+        return bool(known.flatten_fn(other)[1] == context)
+
     if known.flatten_with_keys_fn is None:
         paths = [f"[{i}]" for i in range(len(children))]
     else:
         paths = [_path(key) for key, _ in known.flatten_with_keys_fn(value)[0]]
-    return Container(children, paths, rebuild)
+    return Container(children, paths, rebuild, is_like)
 
 
 def _path(entry: Any) -> str:

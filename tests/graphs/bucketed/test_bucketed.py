@@ -297,6 +297,8 @@ def identity(x):
         (None, {}, "expected an example, got none"),
         ((torch.ones(3, 4),), {"pad": {"y": 1}}, "no padded input 'y'; expected one of x"),
         ((torch.ones(3, dtype=torch.int64),), {"pad": {"x": 0.5}}, "int64 and cannot hold 0.5"),
+        ((torch.ones(3).half(),), {"pad": {"x": 1e6}}, "float16 and cannot hold 1000000.0"),
+        ((torch.ones(0, 4),), {}, "size 0 on axis 'rows'; expected at least 1"),
         ((torch.ones(3, 4),), {"outputs": {"y": ("rows",)}}, "no 'y'; expected one of output"),
         (
             (torch.ones(3, 4),),

@@ -64,3 +64,14 @@ def test_a_missing_range_is_one_line(module):
     compiled = torch.compile(module, backend=bucketed, dynamic=True)
     with pytest.raises(Exception, match="expected a range for each axis, got none"):
         compiled(torch.randint(0, 50, (3, 5)))
+
+
+def test_sizes_that_are_equal_at_the_trace_are_one_axis_of_that_graph(module):
+    options = {"batch": (2, 8), "length": (4, 16), "inner": "eager"}
+    compiled = torch.compile(module, backend=bucketed, dynamic=True, options=options)
+    with torch.no_grad():
+        for sizes in ((5, 5), (3, 7), (7, 7)):
+            ids = torch.randint(0, 50, sizes)
+            torch.testing.assert_close(compiled(ids), module(ids))
+        with pytest.raises(BucketOverflow, match="batch=9"):
+            compiled(torch.randint(0, 50, (9, 9)))

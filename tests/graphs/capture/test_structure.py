@@ -263,3 +263,28 @@ def test_explain_takes_keywords_and_names_what_is_inside():
     assert not report.breaks and len(report.graphs) == 1
     assert "cache['keys'][0] is float32[3, 4] on cpu" in report.guards
     assert not [guard for guard in report.guards if "FlatCall" in guard or "constant" in guard]
+
+
+def test_positional_only_parameters_keep_their_place():
+    def minus(one, /, two):
+        return one - two
+
+    one, two = torch.randn(3), torch.randn(3)
+    structure = CallStructure(minus, (one,), {"two": two})
+    assert structure.flatten((one, two), {}, "")[0] is one
+    assert torch.equal(graphs.capture(minus, (one, two), backend="eager").run(one, two), one - two)
+
+
+@dataclasses.dataclass
+class WithDefault:
+    x: Tensor
+    scale: object = None
+
+
+torch.export.register_dataclass(WithDefault)
+
+
+def test_a_field_that_the_example_left_empty_is_not_dropped():
+    structure = Structure(WithDefault(torch.randn(3)), "value")
+    assert structure.take(WithDefault(torch.randn(3))) is not None
+    assert structure.take(WithDefault(torch.randn(3), torch.randn(3))) is None
