@@ -178,7 +178,7 @@ class Plan:
         self.bucket = bucket
         self.sizes = tuple(sizes[axis] for axis in bucket.names)
         self._plans, self._rules = plans, rules
-        self._graph, self._generation = graph, generation
+        self._graph, self._runs_at, self._generation = graph, runs_at, generation
         self._has_run = False
         self.check = InputsCheck(rules.module, leaves)
         self.fits = self.check.fits
@@ -270,12 +270,12 @@ class Plan:
         return outputs
 
     def _look_at(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Check the shapes of outputs in this bucket, and find those that are views of inputs."""
+        """Check the shapes of outputs at these sizes, and find those that are views of inputs."""
         rules = self._rules
         storages = {each.untyped_storage().data_ptr() for each in inputs if has_memory(each)}
         expected = [[*shape] for shape in rules.shapes]
         for cut in rules.cuts:
-            expected[rules.tensors.index(cut.output)][cut.dim] = cut.size_at(self.bucket)
+            expected[rules.tensors.index(cut.output)][cut.dim] = cut.size_at(self._runs_at)
         for index, dim, size in self._cuts:
             if size < 0 or size > outputs[index].shape[dim]:
                 expected[index][dim] = size
