@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from graphs.errors import GraphBudgetExceeded as GraphBudgetExceeded
     from graphs.errors import InputMismatch as InputMismatch
     from graphs.errors import JournalError as JournalError
+    from graphs.errors import LateFileError as LateFileError
     from graphs.errors import ModeMismatch as ModeMismatch
     from graphs.errors import StaleGraph as StaleGraph
     from graphs.torch_internals.catalog import torch_features as torch_features
@@ -51,9 +52,13 @@ if TYPE_CHECKING:
     from graphs.warmup.report import WarmupReport as WarmupReport
     from graphs.watch.causes import CompileEvent as CompileEvent
     from graphs.watch.compiles import CompileWatch as CompileWatch
-    from graphs.watch.compiles import no_compile as no_compile
     from graphs.watch.explain import BreakReport as BreakReport
     from graphs.watch.explain import explain as explain
+    from graphs.watch.late import LateReport as LateReport
+    from graphs.watch.late import late_buckets as late_buckets
+    from graphs.watch.late import warm_up_late as warm_up_late
+    from graphs.watch.sentinel import no_compile as no_compile
+    from graphs.watch.workers import WorkerWatch as WorkerWatch
 
 _MODULES = {
     "bucketed.bucketed": "bucketed",
@@ -64,15 +69,18 @@ _MODULES = {
     "capture.capture": "CapturedGraph available_backends capture",
     "capture.eager_between": "eager_between",
     "errors": "BucketFileError BucketOverflow BucketedError CaptureError GraphBudgetExceeded "
-    "InputMismatch JournalError ModeMismatch StaleGraph",
+    "InputMismatch JournalError LateFileError ModeMismatch StaleGraph",
     "torch_internals.catalog": "torch_features",
     "warmup.group": "WarmupGroup",
     "warmup.manager": "WarmupManager",
     "warmup.progress": "progress_for",
     "warmup.report": "BucketEvent BucketResult WarmupReport",
-    "watch.compiles": "CompileWatch no_compile",
+    "watch.compiles": "CompileWatch",
     "watch.causes": "CompileEvent",
     "watch.explain": "BreakReport explain",
+    "watch.late": "LateReport late_buckets warm_up_late",
+    "watch.sentinel": "no_compile",
+    "watch.workers": "WorkerWatch",
 }
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -17,6 +17,7 @@ __all__ = [
     "GraphBudgetExceeded",
     "InputMismatch",
     "JournalError",
+    "LateFileError",
     "ModeMismatch",
     "NoOnnx",
     "StaleGraph",
@@ -65,6 +66,10 @@ class GraphBudgetExceeded(RuntimeError):
         self.event = event
         super().__init__(str(self))
 
+    def __reduce__(self) -> tuple[type[GraphBudgetExceeded], tuple[CompileEvent]]:
+        # Workers send it to their parent; what passes through Dynamo is of a class made there.
+        return GraphBudgetExceeded, (self.event,)
+
     def __str__(self) -> str:
         return (
             f"{self.event}; expected nothing to compile any more: {self.event.remedy}; or only "
@@ -91,6 +96,10 @@ class BucketedError(ValueError):
 
 class BucketFileError(ValueError):
     """A bucket file is malformed; the message begins with `path:line:`."""
+
+
+class LateFileError(ValueError):
+    """A file of late work is malformed or another file; the message begins with `path:line:`."""
 
 
 class JournalError(ValueError):

@@ -11,7 +11,7 @@ from graphs.cli.cache import cache_app
 from graphs.cli.errors import exit_code_of
 from graphs.cli.explain import explain
 from graphs.cli.warmup import warmup
-from graphs.errors import BucketFileError, CaptureError
+from graphs.errors import BucketFileError, CaptureError, LateFileError
 
 __all__ = ["run_command"]
 
@@ -38,5 +38,5 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     arguments = None if argv is None else list(argv)
     return exit_code_of(
         lambda: app(args=arguments, prog_name="python -m graphs", standalone_mode=False),
-        (BucketFileError, CaptureError),
+        (BucketFileError, CaptureError, LateFileError),
     )

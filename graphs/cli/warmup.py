@@ -21,7 +21,7 @@ from graphs.cli.errors import (
     refuse_unwritable,
     user_error_from,
 )
-from graphs.cli.target import Named, load_target
+from graphs.cli.target import Named, Target, load_target
 from graphs.errors import CaptureError, StoreError
 
 if TYPE_CHECKING:
@@ -34,8 +34,15 @@ __all__ = ["warmup"]
 def warmup(
     target: Named,
     buckets: Annotated[
-        Path, typer.Option(metavar="FILE", help="Bucket file: the shapes to capture.")
-    ],
+        Path | None, typer.Option(metavar="FILE", help="Bucket file: the shapes to capture.")
+    ] = None,
+    late: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also warm up what compiled late in an earlier run: from no_compile(record=FILE).",
+        ),
+    ] = None,
     inputs: Annotated[
         str, typer.Option(metavar="NAME", help="The function that makes the inputs of a bucket.")
     ] = "example_inputs",
@@ -68,15 +75,22 @@ def warmup(
 ) -> int:
     """Capture a callable at every bucket, which fills the compile caches and tests it.
 
-    The exit code is 1 if a bucket is not captured, 2 on bad input, 130 when interrupted.
+    The exit code is 1 if a bucket is not captured or late work is left, 2 on bad input, 130 when
+    interrupted.
     """
     options = {name: os.fspath(v) if isinstance(v, Path) else v for name, v in locals().items()}
     from graphs.buckets.file import from_file
     from graphs.capture.capture import available_backends
+    from graphs.capture.inputs import name_of
     from graphs.cli.inputs import make_inputs_of
     from graphs.store.graph_store import STORED, GraphStore, open_store
     from graphs.warmup.manager import WarmupManager
+    from graphs.watch.late import late_buckets
 
+    if buckets is None:
+        if late is None:
+            raise UserError("expected --buckets FILE, --late FILE or both: the shapes to capture")
+        return _warm_up_late(late, load_target(target), "")
     if reason := available_backends().get(backend, "there is none of that name"):
         raise UserError(f"--backend {backend} cannot work here: {reason}")
     if store is not None and backend not in STORED:
@@ -86,6 +100,8 @@ def warmup(
     make_inputs = make_inputs_of(found, inputs)
     with ExitStack() as stack:
         try:
+            if late is not None:
+                space = late_buckets(late, space, name_of(found.callable))
             opened = GraphStore(backend) if store is None else open_store(backend, store)
             stack.callback(opened.close)
             stack.enter_context(opened.capturing())
@@ -114,7 +130,26 @@ def warmup(
             typer.echo(_write_page(report, manager, options))
     except OSError as error:
         raise UserError(f"cannot write the result: {error}") from error
+    if late is not None and code in (0, FAILED):
+        code = _warm_up_late(late, found, name_of(found.callable)) or code
     return code or (0 if len(result.captured) == len(space) else FAILED)
+
+
+def _warm_up_late(path: Path, target: Target, captured: str) -> int:
+    """Repeat late calls of the target and of what is compiled in its module; print what is left."""
+    from graphs.torch_internals.compiled_callables import code_of_compiled
+    from graphs.watch.late import repeat
+    from graphs.watch.late_file import read_late
+
+    try:
+        late = [work for work in read_late(path) if not (work.need and work.name == captured)]
+    except OSError as error:
+        raise UserError(f"--late: {error}") from error
+    values = {id(value): value for value in (target.callable, *vars(target.module).values())}
+    compiled = [value for value in values.values() if code_of_compiled(value) is not None]
+    report = repeat(late, compiled)
+    typer.echo(str(report))
+    return FAILED if report.left else 0
 
 
 def _warm_up(manager: WarmupManager, target: str) -> int:

@@ -25,6 +25,8 @@ _HINT = "Hint:"
 class CompileHooks:
     """Callbacks of compiles; adding them again has no effect.
 
+    Dynamo is never imported: `add` waits for a call after the program has imported it.
+
     Args:
         started: takes the trigger of the compile, such as ``DYNAMO`` or ``LAZY_BACKWARD``.
         ended: called at the end of a compile.
@@ -37,15 +39,29 @@ class CompileHooks:
         self._started = lambda args: started(args.callback_trigger.name)
         self._ended = lambda _: ended()
         self._refusals = _Refusals(refused)
+        self._were_added = False
 
     @property
-    def are_added(self) -> bool:
-        """Whether torch has them; `torch._dynamo.reset()` removes them."""
-        return self._started in _handler().start_callbacks
+    def are_lost(self) -> bool:
+        """Whether `torch._dynamo.reset()` removed them."""
+        handler = _loaded_handler()
+        return (
+            self._were_added
+            and handler is not None
+            and self._started not in handler.start_callbacks
+        )
+
+    def add_once(self) -> None:
+        """Add them if they were not added since the last removal, and Dynamo is imported."""
+        if not self._were_added:
+            self.add()
 
     def add(self) -> None:
-        """Add those that are missing."""
-        handler = _handler()
+        """Add those that are missing, if Dynamo is imported."""
+        handler = _loaded_handler()
+        if handler is None:
+            return
+        self._were_added = True
         if self._started not in handler.start_callbacks:
             handler.register_start_callback(self._started)
         if self._ended not in handler.end_callbacks:
@@ -54,9 +70,10 @@ class CompileHooks:
 
     def remove(self) -> None:
         """Remove those that are there."""
-        if _CALLBACKS not in sys.modules:  # none was added
+        self._were_added = False
+        handler = _loaded_handler()
+        if handler is None:
             return
-        handler = _handler()
         logging.getLogger(_LIMIT_LOG).removeHandler(self._refusals)
         if self._started in handler.start_callbacks:
             handler.remove_start_callback(self._started)
@@ -79,7 +96,9 @@ class _Refusals(logging.Handler):
 @contextmanager
 def at_compile_end(callback: Callable[[], object]) -> Iterator[None]:
     """Call a function at the end of each compile inside the context."""
-    handler = _handler()
+    import torch._dynamo  # takes seconds
+
+    handler: Any = torch._dynamo.callback.callback_handler
     registered = handler.register_end_callback(lambda _: callback())
     try:
         yield
@@ -116,8 +135,6 @@ def first_hint(error: BaseException) -> str:
     return next((each.removeprefix(_HINT).strip() for each in lines if each.startswith(_HINT)), "")
 
 
-def _handler() -> Any:
-    # torch._dynamo takes seconds to import, so it is imported on first use.
-    import torch._dynamo
-
-    return torch._dynamo.callback.callback_handler
+def _loaded_handler() -> Any:
+    # None before the program imports Dynamo, and while it is being imported.
+    return getattr(sys.modules.get(_CALLBACKS), "callback_handler", None)

@@ -6,19 +6,18 @@ there, the reason is empty and all else works.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import FrameSummary, walk_stack, walk_tb
 from types import CodeType, FrameType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-import torch
-
-from graphs.capture.inputs import with_own_code
 from graphs.torch_internals.events import is_of_dynamo
 from graphs.watch.guards import meaning_of
 
@@ -35,7 +34,6 @@ __all__ = [
     "user_line_in",
 ]
 
-_TORCH = str(Path(torch.__file__).parent)
 _COMPILE_ID = re.compile(r"^\[?\d+/\d+(_\d+)?\]?:\s*")
 _GUARDED_AT = re.compile(r"  # (?:.*[/\\])?([^/\\]+:\d+) in ")
 _LONGEST = 400
@@ -44,17 +42,29 @@ _ERROR_LINE = re.compile(r"\b(fatal )?error\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CompileSite:
-    """What Dynamo is compiling, and the guard that failed (empty for a first compile)."""
+    """What Dynamo is compiling, and the guard that failed (empty for a first compile).
+
+    `call` is that of the function, as :func:`graphs.watch.calls.describe_call` returns it.
+    """
 
     function: str
     file: str = ""
     line: int = 0
     reason: str = ""
     remedy: str = ""
+    call: Mapping[str, Any] | None = None
 
 
 Kind: TypeAlias = Literal[
-    "compile", "recompile", "refused recompile", "backward", "recording", "build", "capture"
+    "compile",
+    "recompile",
+    "refused recompile",
+    "backward",
+    "recording",
+    "build",
+    "capture",
+    "triton build",
+    "device compile",
 ]
 
 _REMEDIES: dict[Kind, str] = {
@@ -62,6 +72,8 @@ _REMEDIES: dict[Kind, str] = {
     "backward": "run its backward in the warmup too, or serve under torch.no_grad()",
     "recording": "run this case twice in the warmup, where its graph is recorded",
     "build": "build it before serving, by running it once in the warmup",
+    "triton build": "call it in the warmup with arguments of these types",
+    "device compile": "run each shape once in the warmup, on the device",
 }
 
 
@@ -73,12 +85,17 @@ class CompileEvent:
         kind: `compile` of a new function; `recompile` after a guard failed; `refused recompile` of
             a function at its recompile limit, which runs eagerly or raises; `backward` that is
             compiled when it is first needed; `recording` of a CUDA graph; `build` of a kernel by a
-            C++ or CUDA compiler outside of any compile; `capture`, a late :func:`graphs.capture`.
+            C++ or CUDA compiler outside of any compile; `capture`, a late :func:`graphs.capture`;
+            `triton build` of a Triton kernel; `device compile` of a graph by XLA or Gaudi's bridge,
+            which only their counters show.
         function: its name, or the name of the captured graph or of the file that is built.
         file, line: where the function is, empty and 0 if unknown.
         reason: the guard or tensor that caused it, empty for a first compile.
         thread: identifier of the compiling thread.
         remedy: what to do about it.
+        worker: name and process id of the worker process in which it happened, empty in this one.
+        call: the function's inputs, without their contents: what a later warmup repeats it from;
+            None if unknown.
     """
 
     kind: Kind
@@ -88,21 +105,25 @@ class CompileEvent:
     reason: str
     thread: int
     remedy: str = ""
+    worker: str = ""
+    call: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         location = f" ({self.file}:{self.line})" if self.file else ""
+        worker = f" in {self.worker}" if self.worker else ""
         reason = f": {self.reason}" if self.reason else ""
-        return f"{self.kind} of {self.function}{location}{reason}"
+        return f"{self.kind} of {self.function}{location}{worker}{reason}"
 
 
 def event_at(kind: Kind, site: CompileSite | None) -> CompileEvent:
     """An event of the calling thread; `site` is None if unknown."""
     site = site or CompileSite("a function")
     # The wrapper of a captured graph has the name of the graph, but its file says nothing.
-    is_wrapper = site.file == with_own_code.__code__.co_filename
-    file, line = ("", 0) if is_wrapper else (site.file, site.line)
+    is_wrapper = bool(site.file) and site.file == _wrapper_file()
+    file, line, call = ("", 0, None) if is_wrapper else (site.file, site.line, site.call)
     remedy = site.remedy or _REMEDIES.get(kind, "capture this case in the warmup")
-    return CompileEvent(kind, site.function, file, line, site.reason, threading.get_ident(), remedy)
+    thread = threading.get_ident()
+    return CompileEvent(kind, site.function, file, line, site.reason, thread, remedy, "", call)
 
 
 def site_of_stack() -> CompileSite | None:
@@ -144,8 +165,8 @@ def user_line_in(stack: Sequence[FrameSummary]) -> tuple[str, int]:
 
     Falls back to torch's innermost frame, and to empty and 0 if there is no frame.
     """
-    frames = [frame for frame in stack if frame.filename != with_own_code.__code__.co_filename]
-    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+    frames = [frame for frame in stack if frame.filename != _wrapper_file()]
+    own = [frame for frame in frames if not frame.filename.startswith(_torch_folder())]
     innermost = (own or frames)[-1:]
     return (innermost[0].filename, innermost[0].lineno or 0) if innermost else ("", 0)
 
@@ -158,8 +179,31 @@ def _site(frames: Iterable[tuple[FrameType, int]]) -> CompileSite | None:
             if isinstance(compiled, CodeType):
                 name = compiled.co_qualname.rpartition("<locals>.")[2]
                 where = (name, compiled.co_filename, compiled.co_firstlineno)
-                return CompileSite(*where, *_cause(str(reason or "")))
+                call = _call(compiled, frame.f_locals)
+                return CompileSite(*where, *_cause(str(reason or "")), call)
     return None
+
+
+def _call(code: CodeType, found: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    from graphs.watch.calls import describe_call
+
+    module, values = found.get("globals"), found.get("locals")
+    if not isinstance(module, dict) or not isinstance(values, dict):
+        return None
+    return describe_call(code, str(module.get("__name__", "")), values)
+
+
+# torch takes seconds to import, and a watch that sees no compile needs none of it.
+@functools.cache
+def _torch_folder() -> str:
+    spec = importlib.util.find_spec("torch")
+    return str(Path(spec.origin).parent) if spec and spec.origin else "torch"
+
+
+def _wrapper_file() -> str:
+    from graphs.capture.inputs import with_own_code
+
+    return with_own_code.__code__.co_filename
 
 
 def _cause(reason: str) -> tuple[str, str]:

@@ -1,33 +1,39 @@
 """Watch what torch compiles, records and builds, in one thread or in the process.
 
-Python's audit event `subprocess.Popen` of a compiler reveals kernels that are built outside of
-Dynamo (`torch.utils.cpp_extension`, inductor). Kernels that are loaded from a cache, or built by
-another process, do not count.
+Dynamo and Triton call hooks; Python's audit events reveal a compiler that this process starts
+(`torch.utils.cpp_extension`, inductor, FlashInfer); XLA and Gaudi's bridge only count. None of them
+is imported here: hooks are added once the program has imported them. Kernels that are loaded from a
+cache do not count.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Self
 
 from graphs.errors import GraphBudgetExceeded
+from graphs.torch_internals.device_counters import DeviceCounters
 from graphs.torch_internals.events import CompileHooks, graphs_and_breaks, interrupts_dynamo
+from graphs.torch_internals.triton_hooks import Kernel, TritonHooks
+from graphs.watch.builds import BUILD_EVENTS, build_of, command_of
 from graphs.watch.causes import CompileEvent, CompileSite, Kind, event_at, site_of_stack
 
-__all__ = ["CompileWatch", "build_of", "no_compile", "note_capture"]
+__all__ = ["CompileWatch", "forget_inherited", "late_error", "note_capture", "note_replay"]
 
 _log = logging.getLogger(__name__)
 
 _TRIGGERS: dict[str, Kind] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "recording"}
-_COMPILER = re.compile(
-    r"(?:^|-)(?:g\+\+|gcc|c\+\+|cc|clang|clang\+\+|icpx?|nvcc|hipcc|ptxas|cl)(?:-[\d.]+)?(?:\.exe)?$"
+_IN_DYNAMO: tuple[Kind, ...] = (
+    "compile",
+    "recompile",
+    "refused recompile",
+    "backward",
+    "recording",
 )
-_NINJA = re.compile(r"^ninja(?:-build)?(?:\.exe)?$")
+_AUDITED = BUILD_EVENTS | {"import"}
 
 # Replaced as a whole, so that threads may start and stop watches while another one compiles.
 _watching: tuple[CompileWatch, ...] = ()
@@ -41,10 +47,12 @@ class CompileWatch:
     """Collects the compiles between :meth:`start` and :meth:`stop`, or inside a `with` statement.
 
     Args:
-        on_event: called with each event before torch compiles; what it raises reaches the caller of
-            the function.
+        on_event: called with each event before torch compiles (after Triton has compiled a kernel,
+            and before it runs); what it raises reaches the caller of the function. Compiles that
+            only a counter shows (XLA, Gaudi) are passed on by :meth:`check` and :meth:`stop`.
         all_threads: whether to watch the whole process, or only the thread that starts the watch.
             Work that a compile hands to other threads and processes of torch is part of it.
+            Counters are those of the process.
 
     Attributes:
         graphs: number of graphs that Dynamo made; a function without an operator has none.
@@ -57,6 +65,10 @@ class CompileWatch:
     warning.
     """
 
+    # Whether calls of graphs.capture are events, and the folder through which workers report.
+    notes_captures = False
+    worker_folder: str | None = None
+
     def __init__(
         self, on_event: Callable[[CompileEvent], None] | None = None, *, all_threads: bool = True
     ) -> None:
@@ -64,30 +76,38 @@ class CompileWatch:
         self.graph_breaks = 0
         self.replays = 0
         self._events: list[CompileEvent] = []
+        self._unchecked: list[CompileEvent] = []
         self._on_event = on_event
         self._all_threads = all_threads
         self._thread = 0
         self._before = (0, 0)
         self._is_compiling = False
+        self._counters: DeviceCounters | None = None
 
     @property
     def events(self) -> tuple[CompileEvent, ...]:
         """All events so far, also after the end."""
+        self._collect()
         return tuple(self._events)
 
     @property
     def compiles(self) -> int:
-        """Number of compiles that began."""
+        """Number of compiles of torch that began."""
         return self.count("compile", "recompile", "backward")
+
+    @property
+    def device_compiles(self) -> int:
+        """Number of graphs that XLA or Gaudi's bridge compiled, by their counters."""
+        return self.count("device compile")
 
     @property
     def lost(self) -> bool:
         """Whether `torch._dynamo.reset()` removed the callbacks of a started watch."""
-        return self in _blinded or (self in _watching and not _hooks.are_added)
+        return self in _blinded or (self in _watching and _dynamo.are_lost)
 
     def count(self, *kinds: Kind) -> int:
         """Number of events of these kinds."""
-        return sum(event.kind in kinds for event in self._events)
+        return sum(event.kind in kinds for event in self.events)
 
     def start(self) -> None:
         """Begin to collect compiles.
@@ -96,22 +116,29 @@ class CompileWatch:
             RuntimeError: it is started already.
         """
         global _watching, _blinded, _is_audited
+        counters = DeviceCounters()
         with _changing:
             if self in _watching:
                 raise RuntimeError(
                     f"this {type(self).__name__} is armed already; nest a second one instead"
                 )
             self._thread = threading.get_ident()
-            if not _hooks.are_added:  # torch._dynamo.reset() removed those of the others
+            self._counters = counters
+            if _dynamo.are_lost:  # torch._dynamo.reset() removed those of the others
                 _blinded = _watching
-            _hooks.add()
+            _dynamo.add()
+            _triton.add()
             if not _is_audited:  # an audit hook cannot be removed
                 sys.addaudithook(_audit)
                 _is_audited = True
             _watching = (*_watching, self)
 
     def stop(self) -> None:
-        """Stop collecting, and remove the callbacks from torch. May be called twice."""
+        """Stop collecting, and remove the callbacks from torch. May be called twice.
+
+        Raises:
+            Exception: what `on_event` raises of events that :meth:`check` would pass to it.
+        """
         global _watching, _blinded
         with _changing:
             if self.lost:
@@ -119,8 +146,21 @@ class CompileWatch:
             _watching = tuple(other for other in _watching if other is not self)
             _blinded = tuple(other for other in _blinded if other is not self)
             if not _watching:
-                _hooks.remove()
+                _dynamo.remove()
+                if _triton.remove():
+                    _log.warning("Triton's hooks were replaced: some kernels may not be seen")
         self._is_compiling = False
+        self._collect()
+        self._counters = None
+        self.check()
+
+    def check(self) -> None:
+        """Pass events that only counters showed to `on_event`; cheap enough for each request."""
+        self._collect()
+        while self._unchecked:
+            event = self._unchecked.pop(0)
+            if self._on_event is not None:
+                self._on_event(event)
 
     def note(self, event: CompileEvent) -> None:
         """Add an event if it is of a thread that is watched."""
@@ -133,8 +173,21 @@ class CompileWatch:
         self.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.stop()
+        except Exception:
+            if kind is None:  # else the first error is the one to see
+                raise
+
+    def _collect(self) -> None:
+        for compiler, count in (self._counters.new() if self._counters else {}).items():
+            event = event_at("device compile", CompileSite(f"a graph by {compiler}"))
+            self._found_later([event] * count)
+
+    def _found_later(self, events: list[CompileEvent]) -> None:
+        self._events += events
+        self._unchecked += events
 
     def _watches(self, thread: int) -> bool:
         return self._all_threads or thread == self._thread
@@ -155,9 +208,9 @@ class CompileWatch:
             self.graphs += max(0, graphs - self._before[0])
             self.graph_breaks += max(0, breaks - self._before[1])
 
-    def _built(self, what: str) -> None:
+    def _built(self, kind: Kind, site: CompileSite) -> None:
         if not self._is_compiling:  # else it is part of a compile that was counted
-            self.note(event_at("build", CompileSite(what)))
+            self.note(event_at(kind, site))
 
 
 def note_replay() -> None:
@@ -167,9 +220,31 @@ def note_replay() -> None:
         watch.replays += watch._watches(thread)
 
 
-def watching() -> tuple[CompileWatch, ...]:
-    """All started watches of the process."""
-    return _watching
+def note_capture(name: str) -> None:
+    """Report a late capture to every armed sentinel.
+
+    Raises:
+        GraphBudgetExceeded: a strict sentinel is armed.
+    """
+    for watch in _watching:
+        if watch.notes_captures:
+            watch.note(event_at("capture", CompileSite(name)))
+
+
+def late_error(event: CompileEvent) -> GraphBudgetExceeded:
+    """The error of a strict sentinel, which passes through Dynamo if that is what compiles."""
+    if event.kind in _IN_DYNAMO:
+        # Dynamo wraps what its callbacks raise in an internal error, except its own exceptions.
+        return interrupts_dynamo(GraphBudgetExceeded)(event)  # type: ignore[return-value]
+    return GraphBudgetExceeded(event)
+
+
+def forget_inherited(folder: str) -> None:
+    """In a process that was forked: end watches of the parent that report through a folder."""
+    global _watching, _blinded, _changing
+    _changing = threading.RLock()  # another thread of the parent may have held it
+    _watching = tuple(each for each in _watching if each.worker_folder != folder)
+    _blinded = tuple(each for each in _blinded if each.worker_folder != folder)
 
 
 def _on_start(trigger: str) -> None:
@@ -187,109 +262,30 @@ def _on_refusal() -> None:
         watch.note(event_at("refused recompile", site_of_stack()))
 
 
-_hooks = CompileHooks(_on_start, _on_end, _on_refusal)
+def _on_kernel(kernel: Kernel) -> None:
+    types = f"for {kernel.types}" if kernel.types else ""
+    site = CompileSite(kernel.name, kernel.file, kernel.line, types)
+    for watch in _watching:
+        watch._built("triton build", site)
+
+
+_dynamo = CompileHooks(_on_start, _on_end, _on_refusal)
+_triton = TritonHooks(_on_kernel)
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event != "subprocess.Popen" or not _watching:
+    if event not in _AUDITED or not _watching:
         return
-    command = args[1]
-    if isinstance(command, (list, tuple)) and (built := build_of(command)):
+    if event == "import":
+        # Both packages import many more modules after the one that has their hooks.
+        if _changing.acquire(blocking=False):
+            try:
+                _dynamo.add_once()
+                _triton.add()
+            finally:
+                _changing.release()
+        return
+    built = build_of(command_of(event, args, sys._getframe(1)))
+    if built and not _triton.will_report():  # else it is Triton's own call of ptxas
         for watch in _watching:
-            watch._built(built)
-
-
-def build_of(command: Sequence[object]) -> str:
-    """The source file that a command compiles, or `ninja`; empty if it compiles nothing."""
-    words = [str(word) for word in command]
-    program = re.split(r"[/\\]", words[0])[-1] if words else ""
-    if _NINJA.search(program):
-        return "" if "--version" in words else "a C++ extension (ninja)"
-    if not _COMPILER.search(program):
-        return ""
-    return Path(next((word for word in words[1:] if not word.startswith("-")), "")).name
-
-
-class no_compile(CompileWatch):
-    """Context manager under which every compile of torch is an error that names its cause.
-
-        manager.warmup()
-        with no_compile():
-            serve()
-
-    It counts first compiles and recompiles (also those of graph breaks), late compiles of a
-    backward, late recordings of a CUDA graph, functions that run eagerly because their recompile
-    limit is reached, kernels for which this process starts a C++ or CUDA compiler, and late calls
-    of :func:`graphs.capture`. It does not see kernels that a library builds itself (Triton's),
-    kernels built by another process, and, unless `all_threads`, a backward in a thread of autograd,
-    as on an accelerator.
-
-    Args:
-        strict: True raises :class:`GraphBudgetExceeded` before anything is compiled; False lets it
-            compile, counts it, and logs each cause once as a warning.
-        all_threads: whether to watch all threads, or only the one that arms it.
-
-    Attributes:
-        events: all events so far, also after the end.
-        compiles, graph_breaks, late_captures, late_builds, limit_hits: how many of each. In strict
-            mode the compile is the error, and its graph breaks are not counted.
-        replays: number of replays of recorded graphs (CUDA's, Gaudi's, native ones on the CPU).
-
-    Sentinels may be nested: each counts until a strict one raises. After `torch._dynamo.reset()` an
-    armed one sees nothing, and logs that when it is disarmed.
-    """
-
-    def __init__(self, strict: bool = True, *, all_threads: bool = False) -> None:
-        super().__init__(self._judge, all_threads=all_threads)
-        self.strict = strict
-        self._warned: set[tuple[str, str, int, str]] = set()
-
-    @property
-    def late_captures(self) -> int:
-        """Number of calls of :func:`graphs.capture`."""
-        return self.count("capture")
-
-    @property
-    def late_builds(self) -> int:
-        """Number of kernels built and CUDA graphs recorded outside of a compile."""
-        return self.count("build", "recording")
-
-    @property
-    def limit_hits(self) -> int:
-        """How often torch refused to recompile a function."""
-        return self.count("refused recompile")
-
-    def arm(self) -> Self:
-        """Start watching; returns itself."""
-        self.start()
-        return self
-
-    def disarm(self) -> None:
-        """Stop watching; does nothing if it is not armed."""
-        self.stop()
-
-    def _judge(self, event: CompileEvent) -> None:
-        if self.strict:
-            raise _passing_through_dynamo(event)
-        cause = (event.kind, event.file, event.line, event.function)
-        if cause not in self._warned:
-            self._warned.add(cause)
-            _log.warning("after warmup: %s; %s; more are counted only", event, event.remedy)
-
-
-def note_capture(name: str) -> None:
-    """Report a late capture to every armed sentinel.
-
-    Raises:
-        GraphBudgetExceeded: a strict sentinel is armed.
-    """
-    for watch in watching():
-        if isinstance(watch, no_compile):
-            watch.note(event_at("capture", CompileSite(name)))
-
-
-def _passing_through_dynamo(event: CompileEvent) -> GraphBudgetExceeded:
-    # Dynamo wraps what its callbacks raise in an internal error, except its own exceptions.
-    if event.kind in ("build", "capture"):
-        return GraphBudgetExceeded(event)
-    return interrupts_dynamo(GraphBudgetExceeded)(event)  # type: ignore[return-value]
+            watch._built("build", CompileSite(built))

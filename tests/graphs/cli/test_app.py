@@ -137,7 +137,7 @@ def test_explain_traces_under_the_chosen_grad_mode(model, flag, guarded, capsys)
         (["explain", "{}:full", "--inputs", "four"], "has no function four"),
         (["explain"], "Missing (argument|parameter)"),
         (["explode"], "No such command"),
-        (["warmup", "{}:full"], "Missing (option|parameter).*--buckets"),
+        (["warmup", "{}:full"], "expected --buckets FILE, --late FILE or both"),
         (["warmup", "{}:full", "--buckets", "none.txt"], "none.txt: not readable"),
         (["warmup", "{}:full", *WARMUP, "--backend", "x"], "--backend x cannot work"),
         (["warmup", "{}:full", *WARMUP, "--order", "x"], "order"),
