@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from graphs.bucketed.padding import Pad, PadTail, tails_of
 from graphs.buckets.space import Bucket
 from graphs.capture.capture import CapturedGraph
 from graphs.capture.inputs import InputsCheck, InputSpec, has_memory, overlaps
-from graphs.errors import BucketedError, InputMismatch
+from graphs.errors import BucketedError, CaptureError, InputMismatch
 from graphs.torch_internals.foreach import copy_all
 
 __all__ = ["Plan", "Plans", "Rules"]
@@ -61,17 +61,19 @@ class Plans:
 
     Args:
         rules: of the callable.
-        lock: held while a call fills buffers and runs.
+        lock: held while a call fills buffers and runs; a thread may take it twice.
 
     Attributes:
         last: the plan that filled the buffers last; None while a call fills them.
+        is_running: whether a call has the buffers.
         generation: counts how often plans were cleared.
     """
 
-    def __init__(self, rules: Rules, lock: threading.Lock) -> None:
+    def __init__(self, rules: Rules, lock: AbstractContextManager[object]) -> None:
         self.rules = rules
         self.lock = lock
         self.last: Plan | None = None
+        self.is_running = False
         self.generation = 0
         self._plans: dict[Any, Plan] = {}
         self._buffers: dict[int, Tensor] = {}
@@ -240,26 +242,13 @@ class Plan:
         if self._writes:
             self._refuse_overlaps(leaves)
         with plans.lock:
-            # Until all is written, the buffers are no plan's.
-            last, plans.last = plans.last, None
-            if self._targets:
-                if last is not self:
-                    for tail in self._constant_tails:
-                        tail.fill()
-                copy_all(self._targets, [leaves[index] for index in self._copied])
-                for tail in self._repeated_tails:
-                    tail.fill()
-            outputs = self._graph.run(*inputs)
-            if not self._has_run:
-                self._look_at(inputs, outputs)
-            if self._copies or self._cuts:
-                outputs = [*outputs]
-                for index, dim, size in self._cuts:
-                    outputs[index] = outputs[index].narrow(dim, 0, size)
-                for index in self._copies:  # before another call fills the buffers
-                    outputs[index] = outputs[index].clone()
-            if self._generation == plans.generation:
-                plans.last = self
+            if plans.is_running:
+                raise CaptureError(rules.name, "is called by its own run; wrap only the outer call")
+            plans.is_running = True
+            try:
+                outputs = self._run(inputs, leaves)
+            finally:
+                plans.is_running = False
         constants = rules.constants
         if len(constants) > len(outputs):
             tensors = iter(outputs)
@@ -268,6 +257,31 @@ class Plan:
                 for index, constant in enumerate(constants)
             ]
         return outputs
+
+    def _run(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
+        plans = self._plans
+        # Until all is written, the buffers are no plan's.
+        last, plans.last = plans.last, None
+        if self._targets:
+            if last is not self:
+                for tail in self._constant_tails:
+                    tail.fill()
+            copy_all(self._targets, [leaves[index] for index in self._copied])
+            for tail in self._repeated_tails:
+                tail.fill()
+        outputs = self._graph.run(*inputs)
+        if not self._has_run:
+            self._look_at(inputs, outputs)
+        if self._copies or self._cuts:
+            outputs = [*outputs]
+            for index, dim, size in self._cuts:
+                outputs[index] = outputs[index].narrow(dim, 0, size)
+            for index in self._copies:  # before another call fills the buffers
+                outputs[index] = outputs[index].clone()
+        if self._generation == plans.generation:
+            plans.last = self
+        found: Sequence[Any] = outputs
+        return found
 
     def _look_at(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Check the shapes of outputs at these sizes, and find those that are views of inputs."""

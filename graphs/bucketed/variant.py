@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class Variant(Trial):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: BucketedOptions,
-        lock: threading.Lock,
+        lock: AbstractContextManager[object],
     ) -> None:
         self._structure = structure = CallStructure(function, args, kwargs)
         flat = FlatCall(call, structure.names, structure.build)

@@ -76,7 +76,7 @@ class Bucketed(nn.Module):
         self._make_locks()
 
     def _make_locks(self) -> None:
-        self._preparing, self._running = threading.RLock(), threading.Lock()
+        self._preparing, self._running = threading.RLock(), threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: it has no graphs, needs a warmup of its own, and records no sizes."""

@@ -480,6 +480,28 @@ def test_a_close_during_calls_breaks_no_later_call():
     assert not others and torch.equal(wrapped(x), x * 2)
 
 
+def test_a_call_within_its_own_run_is_an_error_and_a_close_there_is_not():
+    # As by a handler of a signal: neither may wait for itself.
+    within: list[Any] = [lambda: None]
+
+    def function(x):
+        within[0]()
+        return x * 2
+
+    wrapped = warmed(function)
+    x = torch.randn(3, 4)
+    within[0] = lambda: wrapped(x)
+    with pytest.raises(CaptureError, match="called by its own run"):
+        wrapped(x)
+    within[0] = wrapped.close
+    assert torch.equal(wrapped(x), x * 2)
+    within[0] = lambda: None
+    with pytest.raises(CaptureError, match="call warmup"):
+        wrapped(x)
+    wrapped.warmup()
+    assert torch.equal(wrapped(x), x * 2)
+
+
 # Random callables
 
 _STEPS = {
