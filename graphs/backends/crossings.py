@@ -45,7 +45,7 @@ class MarkedResult(NamedTuple):
     Attributes:
         value: what it was.
         kind: `constant`, or a tensor: `made` by the function, a view of an `argument`, or a tensor
-            that was there before (`kept`).
+            that was there before (`existing`).
         argument: index of that argument among the tensors.
         offset: of the view from the argument's, in elements.
     """
@@ -158,7 +158,7 @@ class Observer(TorchDispatchMode):
             return MarkedResult(leaf, "argument", call.given[address], offset)
         self._expect_given(call, leaf, "returns")
         if address in call.others:
-            return MarkedResult(leaf, "kept")
+            return MarkedResult(leaf, "existing")
         call.returned.add(address)
         return MarkedResult(leaf, "made")
 

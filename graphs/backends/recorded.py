@@ -57,7 +57,7 @@ class Recording(NamedTuple):
 
 
 class Graph(Protocol):
-    """A recorded graph of torch, or a double."""
+    """A recorded graph of torch, or a mock of one."""
 
     def replay(self) -> None:
         """Run what was recorded."""
@@ -109,7 +109,7 @@ class RecordedBackend(Backend):
     Options:
         compiler: makes the code that is recorded: `inductor`, or `eager`.
         fresh_outputs: return copies, which no later replay overwrites.
-        in_place: the examples lie where the inputs of each run will lie, such as in one buffer that
+        in_place: the examples are at the addresses of later inputs, such as in one buffer that
             is filled anew; the graph reads them there, and nothing is copied.
 
     A callable that calls functions marked with :func:`graphs.eager_between` needs
@@ -145,7 +145,7 @@ class RecordedBackend(Backend):
             )
         try:
             recorder, buffers = self._shared_by(job.function)
-            device, host = _places(recorder.device, job)
+            device, host = _devices_of(recorder.device, job)
             with recorder.on(device) if device else nullcontext():
                 statics = [*examples] if options["in_place"] else buffers.of(examples)
                 writes = _Writes(examples, statics)
@@ -313,7 +313,7 @@ def _record_cut(cut: CutRecording, call: Callable[[], Any]) -> Recording:
     return Recording(cut.replay, cut.record(call), cut.close)
 
 
-def _places(kind: str, job: Job) -> tuple[torch.device | None, dict[int, str]]:
+def _devices_of(kind: str, job: Job) -> tuple[torch.device | None, dict[int, str]]:
     """The device of the inputs, None without any, and those on the host by index, with names.
 
     Raises:
@@ -370,7 +370,7 @@ class StaticInputs:
         self._buffers: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, examples: Sequence[Input]) -> list[Input]:
-        """Copy tensors to fixed addresses, with their shapes and strides; keep constants."""
+        """Copy tensors to fixed addresses, with shapes and strides; constants stay as they are."""
         # Not inference tensors: these have no version, so writes would go unseen.
         with torch.inference_mode(False), torch.no_grad():
             return [

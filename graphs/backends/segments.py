@@ -67,16 +67,16 @@ class CutRecording:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """End the segment, take down the call, begin the next segment."""
+        """End the segment, record the call, begin the next segment."""
         seen = next(self._next, None)
         if seen is None or seen.function is not function:
             was = f"was '{seen.name}'" if seen else "is one too many"
             raise ValueError(f"{self._differs} the call of '{name_of(function)}' {was}")
         self._segment.close()
-        places = _places(seen, tensors_in((args, kwargs)))
-        self._steps.append(_Between(self._name, seen, args, kwargs, places))
+        results = _static_results(seen, tensors_in((args, kwargs)))
+        self._steps.append(_Between(self._name, seen, args, kwargs, results))
         self._begin()
-        return pytree.tree_unflatten(places, seen.spec)
+        return pytree.tree_unflatten(results, seen.spec)
 
     def replay(self) -> None:
         """Run the segments and the marked functions in their order."""
@@ -109,11 +109,13 @@ class _Between:
         seen: MarkedCall,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        places: Sequence[Any],
+        outputs: Sequence[Any],
     ) -> None:
         self._name, self._function, self._spec = name, seen.function, seen.spec
         self._args, self._kwargs = args, kwargs
-        self._places = [(r.kind, place) for r, place in zip(seen.results, places, strict=True)]
+        self._static_results = [
+            (r.kind, output) for r, output in zip(seen.results, outputs, strict=True)
+        ]
 
     def __call__(self) -> None:
         with cut_by(None):
@@ -121,30 +123,30 @@ class _Between:
         leaves, spec = pytree.tree_flatten(result)
         if spec != self._spec:
             raise self._error(f"{spec}", f"{self._spec}", "return the same structure each time")
-        checked = zip(leaves, self._places, strict=True)
+        checked = zip(leaves, self._static_results, strict=True)
         copies = [
-            (place, leaf) for leaf, (kind, place) in checked if self._moves(leaf, kind, place)
+            (output, leaf) for leaf, (kind, output) in checked if self._moves(leaf, kind, output)
         ]
-        for place, leaf in copies:
-            place.copy_(leaf)
+        for output, leaf in copies:
+            output.copy_(leaf)
 
-    def _moves(self, leaf: Any, kind: str, place: Any) -> bool:
-        """Whether a result has to be copied to its place; raise if it cannot be what is there."""
+    def _moves(self, leaf: Any, kind: str, output: Any) -> bool:
+        """Whether a result has to be copied; raise if it cannot be what is there."""
         if kind == "constant":
-            is_equal = type(leaf) is type(place) and isinstance(leaf, _PLAIN) and leaf == place
-            if leaf is place or is_equal:
+            is_equal = type(leaf) is type(output) and isinstance(leaf, _PLAIN) and leaf == output
+            if leaf is output or is_equal:
                 return False
             raise self._error(
-                quoted(leaf), quoted(place), "what follows was recorded with it: return a tensor"
+                quoted(leaf), quoted(output), "what follows was recorded with it: return a tensor"
             )
-        if not isinstance(leaf, Tensor) or _layout(leaf) != _layout(place):
+        if not isinstance(leaf, Tensor) or _layout(leaf) != _layout(output):
             got = shown(leaf) if isinstance(leaf, Tensor) else quoted(leaf)
             raise self._error(
-                got, shown(place), "what it returns is copied to a buffer of one shape: pad it"
+                got, shown(output), "what it returns is copied to a buffer of one shape: pad it"
             )
         if kind == "made":
             return True
-        if leaf.data_ptr() == place.data_ptr() and leaf.stride() == place.stride():
+        if leaf.data_ptr() == output.data_ptr() and leaf.stride() == output.stride():
             return False
         was = "a view of its argument" if kind == "argument" else "a tensor that it had not made"
         raise self._error(
@@ -161,13 +163,13 @@ class _Between:
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def _places(call: MarkedCall, given: Sequence[Tensor]) -> list[Any]:
-    """What stands for the results of a call: constants, views of its arguments, static buffers."""
+def _static_results(call: MarkedCall, given: Sequence[Tensor]) -> list[Any]:
+    """Placeholders of the results of a call: constants, views of its arguments, static buffers."""
     made = [result.value for result in call.results if result.kind == "made"]
     addresses = [address_of(tensor) for tensor in made]
     shared: dict[int, Tensor] = {}
 
-    def place_of(result: MarkedResult) -> Any:
+    def output_of(result: MarkedResult) -> Any:
         value = result.value
         if result.kind == "argument":
             argument = given[result.argument]
@@ -188,7 +190,7 @@ def _places(call: MarkedCall, given: Sequence[Tensor]) -> list[Any]:
         return value.clone()
 
     with torch.inference_mode(False), torch.no_grad():
-        return [place_of(result) for result in call.results]
+        return [output_of(result) for result in call.results]
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

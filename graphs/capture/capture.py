@@ -84,7 +84,7 @@ class CapturedGraph:
         self.why_alone = self._with_names(frozen.why_alone)
         is_on_host = all(each.device is None or each.device.type == "cpu" for each in inputs.specs)
         self.run_seconds = frozen.run_seconds if is_on_host else None
-        self._spec = spec
+        self._spec: CaptureSpec | None = spec
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
         self._overlaps = overlaps
@@ -156,7 +156,7 @@ class CapturedGraph:
             None if its sizes are not symbolic, or these do not fit its guards.
         """
         frozen = self._frozen
-        if frozen is None or not frozen.shared_as or frozen.static_inputs:
+        if frozen is None or self._spec is None or not frozen.shared_as or frozen.static_inputs:
             return None  # recordings are of one size
         if frozen.why_not_sizes(inputs):
             return None
@@ -168,7 +168,7 @@ class CapturedGraph:
         """Free what the graph holds; running it from now on is an error. May be called twice."""
         if self._frozen is None:
             return
-        frozen, self._frozen = self._frozen, None
+        frozen, self._frozen, self._spec = self._frozen, None, None
         self.static_inputs, self._overlaps = (), None
         self._holds, self._call = lambda _: True, self._refuse
         frozen.close()

@@ -24,11 +24,11 @@ class Cutter(Protocol):
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], /
     ) -> Any:
-        """Run a marked function, or return what stands for its result."""
+        """Run a marked function, or return a placeholder of its result."""
 
 
 # A marked function is called by the user's code, which cannot pass it on.
-_CUTTER: ContextVar[Cutter | None] = ContextVar("who cuts at marked functions", default=None)
+_CUTTER: ContextVar[Cutter | None] = ContextVar("cutter of marked functions", default=None)
 
 
 @contextmanager
