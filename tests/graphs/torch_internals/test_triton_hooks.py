@@ -195,7 +195,7 @@ def test_triton_is_not_imported_but_hooked_when_it_is(tmp_path, monkeypatch):
 # In a process of its own, as the tests' Triton is an interpreter; without torch, to start quickly.
 REAL = """
 from types import SimpleNamespace
-from graphs import GraphBudgetExceeded, no_compile
+from graphs import no_compile
 sentinel = no_compile(strict=False).arm()
 
 import triton, triton.language as tl
@@ -223,14 +223,6 @@ assert (event.kind, event.function, event.file) == ("triton build", "zero", __fi
 assert "x: *fp32" in event.reason, event
 sentinel.disarm()
 assert vars(triton.knobs.runtime).get("jit_post_compile_hook") is None
-with no_compile():
-    call("float32")
-    try:
-        call("float16")
-    except GraphBudgetExceeded as error:
-        assert "x: *fp16" in str(error)
-    else:
-        raise AssertionError("expected an error")
 """
 
 
