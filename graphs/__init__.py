@@ -2,12 +2,12 @@
 
 In short:
 
-    space = graphs.linear(tokens=(1, 32, 256))
-    manager = graphs.WarmupManager(module, space, make_inputs)
-    manager.warmup(graphs.progress_for(sys.stderr))
+    encoder = graphs.bucketed(model, batch=(1, 32), length=(16, 512))
+    encoder.warmup(graphs.progress_for(sys.stderr))
     with graphs.no_compile():
-        bucket = manager.bucket(tokens=37)
-        result = manager.run(bucket, *padded_inputs(bucket))
+        out = encoder(input_ids=ids, attention_mask=mask)  # any size within the ranges
+
+`graphs.WarmupManager` captures buckets and leaves padding to the caller.
 """
 
 from __future__ import annotations

@@ -152,7 +152,12 @@ def load(backend: str, device: str | None = None, option: str = "--graphs-backen
             f"{option} {backend}: expected a graphs.capture.contract.Backend, got a "
             f"{type(made).__name__}: derive its class from Backend"
         )
-    return Subject(made, torch.device(device or made.device or "cpu"))
+    try:
+        found = torch.device(device or made.device or "cpu")
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise ValueError(f"{option} {backend}: unknown device {device!r}: {line}") from error
+    return Subject(made, found)
 
 
 def expect(holds: object, otherwise: str) -> None:
