@@ -165,6 +165,7 @@ class Plan:
         self._inputs = [
             None if index in self._direct else each for index, each in enumerate(self._inputs)
         ]
+        self._is_direct = len(self._direct) == len(leaves)
         self._cuts = [
             (rules.tensors.index(cut.output), cut.dim, size)
             for cut in rules.cuts
@@ -201,20 +202,40 @@ class Plan:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Pad, run the graph, cut; returns flat outputs."""
         plans, rules = self._plans, self._rules
-        inputs = self._inputs.copy()
-        direct = [leaves[index] for index in self._direct]
-        for index, value in zip(self._direct, direct, strict=True):
-            inputs[index] = value
-        if len({*map(id, direct)}) < len(direct):
-            self._make_distinct(inputs)
+        inputs = leaves
+        if not self._is_direct:
+            inputs = self._inputs.copy()
+            for index in self._direct:
+                inputs[index] = leaves[index]
+        if len({*map(id, inputs)}) < len(inputs):
+            inputs = self._distinct(inputs)
         if self._writes:
             self._refuse_overlaps(leaves)
         with plans.lock:
             if plans.is_running:
                 raise CaptureError(rules.name, "is called by its own run; wrap only the outer call")
             plans.is_running = True
+            # Until all is written, the buffers are no plan's.
+            last, plans.last = plans.last, None
             try:
-                outputs = self._run(inputs, leaves)
+                if self._targets:
+                    if last is not self:
+                        for tail in self._constant_tails:
+                            tail.fill()
+                    copy_all(self._targets, [leaves[index] for index in self._copied])
+                    for tail in self._repeated_tails:
+                        tail.fill()
+                outputs = self._graph.run(*inputs)
+                if not self._has_run:
+                    self._look_at(inputs, outputs)
+                if self._cuts or self._copies:
+                    outputs = [*outputs]
+                    for index, dim, size in self._cuts:
+                        outputs[index] = outputs[index].narrow(dim, 0, size)
+                    for index in self._copies:  # before another call fills the buffers
+                        outputs[index] = outputs[index].clone()
+                if self._generation == plans.generation:
+                    plans.last = self
             finally:
                 plans.is_running = False
         constants = rules.constants
@@ -225,31 +246,6 @@ class Plan:
                 for index, constant in enumerate(constants)
             ]
         return outputs
-
-    def _run(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
-        plans = self._plans
-        # Until all is written, the buffers are no plan's.
-        last, plans.last = plans.last, None
-        if self._targets:
-            if last is not self:
-                for tail in self._constant_tails:
-                    tail.fill()
-            copy_all(self._targets, [leaves[index] for index in self._copied])
-            for tail in self._repeated_tails:
-                tail.fill()
-        outputs = self._graph.run(*inputs)
-        if not self._has_run:
-            self._look_at(inputs, outputs)
-        if self._copies or self._cuts:
-            outputs = [*outputs]
-            for index, dim, size in self._cuts:
-                outputs[index] = outputs[index].narrow(dim, 0, size)
-            for index in self._copies:  # before another call fills the buffers
-                outputs[index] = outputs[index].clone()
-        if self._generation == plans.generation:
-            plans.last = self
-        found: Sequence[Any] = outputs
-        return found
 
     def _look_at(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Check the shapes of outputs in this bucket, and find those that are views of inputs."""
@@ -276,13 +272,15 @@ class Plan:
                 self._copies.add(index)
         self._has_run = True
 
-    def _make_distinct(self, inputs: list[Any]) -> None:
+    def _distinct(self, inputs: Sequence[Any]) -> list[Any]:
         # A graph is of distinct tensors; one that writes refuses those that share memory.
+        distinct = [*inputs]
         seen: set[int] = set()
         for index in self._direct:
-            if id(inputs[index]) in seen:
-                inputs[index] = inputs[index].detach()
-            seen.add(id(inputs[index]))
+            if id(distinct[index]) in seen:
+                distinct[index] = distinct[index].detach()
+            seen.add(id(distinct[index]))
+        return distinct
 
     def _refuse_overlaps(self, leaves: Sequence[Any]) -> None:
         # The graph reads the copy, which does not see what it writes.
