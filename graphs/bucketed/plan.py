@@ -78,13 +78,15 @@ class Plans:
         self._plans: dict[Any, Plan] = {}
         self._buffers: dict[int, Tensor] = {}
 
-    def find(self, leaves: Sequence[Any]) -> Plan | None:
-        """Return the plan of earlier inputs with the same layouts, or None."""
+    def find(self, leaves: Sequence[Any]) -> tuple[Plan | None, Sequence[Any]]:
+        """Return the plan of earlier inputs with the same layouts, or None; and distinct inputs."""
         last = self.last
-        if last is not None and last.fits(*leaves):
-            return last
+        if last is not None and last.fits(*leaves):  # which one tensor in two places does not
+            return last, leaves
+        leaves = _distinct(leaves)
         plan = self._plans.get(_layout(leaves))
-        return plan if plan is not None and plan.check.mismatch(leaves) is None else None
+        fits = plan is not None and plan.check.mismatch(leaves) is None
+        return plan if fits else None, leaves
 
     def add(
         self,
@@ -207,8 +209,6 @@ class Plan:
             inputs = self._inputs.copy()
             for index in self._direct:
                 inputs[index] = leaves[index]
-        if len({*map(id, inputs)}) < len(inputs):
-            inputs = self._distinct(inputs)
         if self._writes:
             self._refuse_overlaps(leaves)
         with plans.lock:
@@ -272,16 +272,6 @@ class Plan:
                 self._copies.add(index)
         self._has_run = True
 
-    def _distinct(self, inputs: Sequence[Any]) -> list[Any]:
-        # A graph is of distinct tensors; one that writes refuses those that share memory.
-        distinct = [*inputs]
-        seen: set[int] = set()
-        for index in self._direct:
-            if id(distinct[index]) in seen:
-                distinct[index] = distinct[index].detach()
-            seen.add(id(distinct[index]))
-        return distinct
-
     def _refuse_overlaps(self, leaves: Sequence[Any]) -> None:
         # The graph reads the copy, which does not see what it writes.
         names = [spec.name for spec in self._graph.input_specs]
@@ -294,6 +284,19 @@ class Plan:
                         f"'{names[index]}' overlaps '{name}' in memory, which is written in place: "
                         "clone() it",
                     )
+
+
+def _distinct(leaves: Sequence[Any]) -> Sequence[Any]:
+    # A graph is of distinct tensors; one that writes refuses those that share memory.
+    if len({*map(id, leaves)}) == len(leaves):
+        return leaves
+    distinct = [*leaves]
+    seen: set[int] = set()
+    for index, each in enumerate(leaves):
+        if isinstance(each, Tensor) and id(each) in seen:
+            distinct[index] = each.detach()
+        seen.add(id(each))
+    return distinct
 
 
 def _layout(leaves: Sequence[Any]) -> Any:
