@@ -78,13 +78,15 @@ class Plans:
         self._plans: dict[Any, Plan] = {}
         self._buffers: dict[int, Tensor] = {}
 
-    def find(self, leaves: Sequence[Any]) -> Plan | None:
-        """Return the plan of earlier inputs with the same layouts, or None."""
+    def find(self, leaves: Sequence[Any]) -> tuple[Plan | None, Sequence[Any]]:
+        """Return the plan of earlier inputs with the same layouts, or None; and distinct inputs."""
         last = self.last
-        if last is not None and last.fits(*leaves):
-            return last
+        if last is not None and last.fits(*leaves):  # which one tensor in two places does not
+            return last, leaves
+        leaves = _distinct(leaves)
         plan = self._plans.get(_layout(leaves))
-        return plan if plan is not None and plan.check.mismatch(leaves) is None else None
+        fits = plan is not None and plan.check.mismatch(leaves) is None
+        return plan if fits else None, leaves
 
     def add(
         self,
@@ -197,6 +199,7 @@ class Plan:
         self._inputs = [
             None if index in self._direct else each for index, each in enumerate(self._inputs)
         ]
+        self._is_direct = len(self._direct) == len(leaves)
         self._cuts = [
             (rules.tensors.index(cut.output), cut.dim, size)
             for cut in rules.cuts
@@ -233,20 +236,38 @@ class Plan:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Pad, run the graph, cut; returns flat outputs."""
         plans, rules = self._plans, self._rules
-        inputs = self._inputs.copy()
-        direct = [leaves[index] for index in self._direct]
-        for index, value in zip(self._direct, direct, strict=True):
-            inputs[index] = value
-        if len({*map(id, direct)}) < len(direct):
-            self._make_distinct(inputs)
+        inputs = leaves
+        if not self._is_direct:
+            inputs = self._inputs.copy()
+            for index in self._direct:
+                inputs[index] = leaves[index]
         if self._writes:
             self._refuse_overlaps(leaves)
         with plans.lock:
             if plans.is_running:
                 raise CaptureError(rules.name, "is called by its own run; wrap only the outer call")
             plans.is_running = True
+            # Until all is written, the buffers are no plan's.
+            last, plans.last = plans.last, None
             try:
-                outputs = self._run(inputs, leaves)
+                if self._targets:
+                    if last is not self:
+                        for tail in self._constant_tails:
+                            tail.fill()
+                    copy_all(self._targets, [leaves[index] for index in self._copied])
+                    for tail in self._repeated_tails:
+                        tail.fill()
+                outputs = self._graph.run(*inputs)
+                if not self._has_run:
+                    self._look_at(inputs, outputs)
+                if self._cuts or self._copies:
+                    outputs = [*outputs]
+                    for index, dim, size in self._cuts:
+                        outputs[index] = outputs[index].narrow(dim, 0, size)
+                    for index in self._copies:  # before another call fills the buffers
+                        outputs[index] = outputs[index].clone()
+                if self._generation == plans.generation:
+                    plans.last = self
             finally:
                 plans.is_running = False
         constants = rules.constants
@@ -257,31 +278,6 @@ class Plan:
                 for index, constant in enumerate(constants)
             ]
         return outputs
-
-    def _run(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
-        plans = self._plans
-        # Until all is written, the buffers are no plan's.
-        last, plans.last = plans.last, None
-        if self._targets:
-            if last is not self:
-                for tail in self._constant_tails:
-                    tail.fill()
-            copy_all(self._targets, [leaves[index] for index in self._copied])
-            for tail in self._repeated_tails:
-                tail.fill()
-        outputs = self._graph.run(*inputs)
-        if not self._has_run:
-            self._look_at(inputs, outputs)
-        if self._copies or self._cuts:
-            outputs = [*outputs]
-            for index, dim, size in self._cuts:
-                outputs[index] = outputs[index].narrow(dim, 0, size)
-            for index in self._copies:  # before another call fills the buffers
-                outputs[index] = outputs[index].clone()
-        if self._generation == plans.generation:
-            plans.last = self
-        found: Sequence[Any] = outputs
-        return found
 
     def _look_at(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Check the shapes of outputs at these sizes, and find those that are views of inputs."""
@@ -308,14 +304,6 @@ class Plan:
                 self._copies.add(index)
         self._has_run = True
 
-    def _make_distinct(self, inputs: list[Any]) -> None:
-        # A graph is of distinct tensors; one that writes refuses those that share memory.
-        seen: set[int] = set()
-        for index in self._direct:
-            if id(inputs[index]) in seen:
-                inputs[index] = inputs[index].detach()
-            seen.add(id(inputs[index]))
-
     def _refuse_overlaps(self, leaves: Sequence[Any]) -> None:
         # The graph reads the copy, which does not see what it writes.
         names = [spec.name for spec in self._graph.input_specs]
@@ -328,6 +316,19 @@ class Plan:
                         f"'{names[index]}' overlaps '{name}' in memory, which is written in place: "
                         "clone() it",
                     )
+
+
+def _distinct(leaves: Sequence[Any]) -> Sequence[Any]:
+    # A graph is of distinct tensors; one that writes refuses those that share memory.
+    if len({*map(id, leaves)}) == len(leaves):
+        return leaves
+    distinct = [*leaves]
+    seen: set[int] = set()
+    for index, each in enumerate(leaves):
+        if isinstance(each, Tensor) and id(each) in seen:
+            distinct[index] = each.detach()
+        seen.add(id(each))
+    return distinct
 
 
 def _layout(leaves: Sequence[Any]) -> Any:

@@ -278,7 +278,7 @@ class Bucketed(nn.Module):
         raise AssertionError("each combination has a member")
 
     def _run(self, variant: Variant, manager: WarmupManager, leaves: Sequence[Any]) -> Any:
-        plan = variant.plans.find(leaves)
+        plan, leaves = variant.plans.find(leaves)
         if plan is None:
             sizes = variant.sizes(leaves)
             generation = variant.plans.generation
