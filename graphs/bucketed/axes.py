@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ class InputAxes:
     ) -> InputAxes:
         """Find axes by size: the first tensor with enough dimensions has them in order.
 
-        Another dimension follows an axis if it has its size; a size of 1, or one that two axes
-        share, counts only where the first tensor has it.
+        A dimension of another tensor varies with an axis if it has its size; a size of 1, or one
+        that two axes share, counts only at the position that it has in the first tensor.
 
         Raises:
             BucketedError: no tensor has as many dimensions as there are axes.
@@ -93,7 +94,8 @@ class InputAxes:
         sizes = [*first.shape[: len(names)]]
         found: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
         for index, tensor in tensors:
-            for dim, size in enumerate(tensor.shape):
+            shape = tensor.shape[: len(names)] if tensor is first else tensor.shape
+            for dim, size in enumerate(shape):
                 same = [i for i, each in enumerate(sizes) if each == size]
                 if dim in same:
                     found[names[dim]].append((index, dim))
@@ -211,8 +213,8 @@ def ladder_of(axis: str, sizes: Any) -> BucketSpace:
 
     Args:
         axis: its name.
-        sizes: ``(least, most)``: powers of two from the least on, and the most; a list: exactly
-            these; a ``torch.export.Dim``: from its least to its most; a one-axis BucketSpace.
+        sizes: ``(min, max)``: min, twice that and so on, and max; a list or range: exactly these; a
+            ``torch.export.Dim`` with a maximum; a one-axis BucketSpace.
 
     Raises:
         BucketedError: they are something else, or empty.
@@ -221,18 +223,23 @@ def ladder_of(axis: str, sizes: Any) -> BucketSpace:
         if sizes.names != (axis,):
             raise BucketedError(f"{axis}: its buckets have the axes {', '.join(sizes.names)}")
         return sizes
+    expected = "expected (min, max), a list of sizes, or a Dim with a maximum"
     if hasattr(sizes, "min") and hasattr(sizes, "max"):
-        sizes = (max(1, int(sizes.min)), int(sizes.max))
+        if not isinstance(sizes.max, int) or sizes.max >= sys.maxsize - 1:
+            raise BucketedError(f"{axis}: the Dim {sizes.__name__!r} has no maximum; {expected}")
+        sizes = (max(1, int(sizes.min)), sizes.max)
     try:
-        if isinstance(sizes, list):
+        if isinstance(sizes, (list, range)):
             return explicit([axis], sorted(sizes))
-        least, most = sizes
-        if not 0 <= least <= most:
-            raise ValueError("least is above most, or negative")
-        steps = [least << bit for bit in range((most // least).bit_length())] if least else []
-        return explicit([axis], sorted({*steps, least, most}))
     except (TypeError, ValueError) as error:
+        raise BucketedError(f"{axis}={sizes!r}: {expected} ({error})") from None
+    if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(type(n) is int for n in sizes):
         raise BucketedError(
-            f"{axis}={sizes!r}: expected (least, most), a list of sizes or a Dim with a maximum "
-            f"({error})"
-        ) from None
+            f"{axis}={sizes!r}: {expected}; if {axis!r} is meant as an option, there is none of "
+            "that name (those of the backend go into options={...})"
+        )
+    low, high = sizes
+    if not 0 <= low <= high:
+        raise BucketedError(f"{axis}={sizes!r}: {expected}, with 0 <= min <= max")
+    steps = [low << bit for bit in range((high // low).bit_length())] if low else []
+    return explicit([axis], sorted({*steps, low, high}))

@@ -98,9 +98,9 @@ def bucketed(
             the given ones.
         order, budget_seconds, budget_bytes, journal: see :class:`graphs.WarmupManager`.
         name: for errors; default: the callable's own name.
-        training: refused; here for the reason.
-        ranges: one keyword per axis: ``(least, most)``, powers of two times the least, and the
-            most; a list of sizes; a ``torch.export.Dim`` with a maximum; a one-axis BucketSpace.
+        training: not supported; raises BucketedError.
+        ranges: one keyword per axis: ``(min, max)``, which are min, twice that and so on, and max;
+            a list of sizes; a ``torch.export.Dim`` with a maximum; a one-axis BucketSpace.
 
     Raises:
         BucketedError: ranges, axes or options that do not fit.

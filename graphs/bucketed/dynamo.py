@@ -132,8 +132,9 @@ class _TensorsOnly(nn.Module):
                 self.sources.append(dims[str(each)])
             else:
                 raise BucketedError(
-                    f"backend 'bucketed': input {index} is {each!r}, expected tensors and their "
-                    "sizes: pass other values as constants"
+                    f"backend 'bucketed': input {index} is {each!r}, an int or a stride that is no "
+                    "size of a tensor: call .contiguous() on inputs, and set torch._dynamo.config."
+                    "specialize_int for ints that are arguments"
                 )
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -161,9 +162,13 @@ class _LateWarmup:
         self._bucketed: Bucketed | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        # Dynamo guards on the class, and captures have plain tensors.
         tensors = [inputs[index] for index in self._function.tensors]
-        tensors = [each.detach() if isinstance(each, nn.Parameter) else each for each in tensors]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            raise BucketedError(
+                "backend 'bucketed' has no gradients: call what it compiled under torch.no_grad()"
+            )
+        # Dynamo guards on the class and on marks of dimensions; captures have plain tensors.
+        tensors = [each.detach() for each in tensors]
         if self._bucketed is None:
             wrapped = bucketed(self._function, tensors, **self._keywords)
             wrapped.warmup()

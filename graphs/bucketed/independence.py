@@ -84,8 +84,10 @@ def mixing_module(
         function: the user's callable.
         real, padded: run it, without and with padding.
     """
-    remedy = "mask it there, or leave the axis unpadded: exact=('axis',)"
+    remedy = "pass an attention mask, mask it there, or do not pad that axis, such as exact=('x',)"
     if isinstance(function, nn.Module):
+        if any(each.training for each in function.modules()):
+            remedy = f"the module is in training mode: call eval(); or {remedy}"
         with _recorded(function) as one:
             real()
         with _recorded(function) as two:

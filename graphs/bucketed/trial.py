@@ -228,7 +228,7 @@ class Trial:
             restore()
 
     def _sizes_to_try(self) -> dict[str, list[int]]:
-        """The three least buckets of each axis; a bucket and half of it if it is the only one.
+        """The three smallest sizes of each axis; a bucket and half of it if it is the only one.
 
         Size 0 is left out, since everything is a multiple of it.
         """
@@ -285,7 +285,7 @@ class Trial:
         one = {a: size if a in exact else 1 for a, size in low.items()}
         between = next(self.sizes_to_compare())
         for real, padded in ((low, bucket), (one, low), (between, top)):
-            for change in (list, self._other_signs):
+            for change in (list, self._other_signs, self._negatives):
                 self._check_at(call, real, padded, restore, change)
 
     def _check_at(
@@ -353,11 +353,18 @@ class Trial:
             padded[index] = padded_copy(inputs[index], at, self._pads[index])
         return padded
 
+    # Signs and sizes that the example lacks, which a maximum or the largest k over padding need to
+    # show. Masks of 0 and 1 stay, as their negative means nothing.
+
     def _other_signs(self, inputs: list[Any]) -> list[Any]:
-        # Signs and sizes that the example lacks, which a maximum over padding needs to show. Masks
-        # of 0 and 1 stay, as their negative means nothing.
+        return self._changed(inputs, _other_values)
+
+    def _negatives(self, inputs: list[Any]) -> list[Any]:
+        return self._changed(inputs, lambda tensor: -tensor.abs() - 1)
+
+    def _changed(self, inputs: list[Any], change: Callable[[Tensor], Tensor]) -> list[Any]:
         return [
-            _other_values(each)
+            change(each)
             if index in self._dims
             and each.is_floating_point()
             and not ((each == 0) | (each == 1)).all()

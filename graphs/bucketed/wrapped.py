@@ -329,7 +329,9 @@ class Bucketed(nn.Module):
             return variant.run_eagerly(leaves)
         most = self._most_of_part(manager, sizes)
         if self._overflow != "split" or not 0 < most < sizes[self._split]:
-            remedy = overflow.remedy or "pass smaller inputs, widen the ranges, or choose overflow="
+            remedy = overflow.remedy or "pass smaller inputs, widen the ranges, or overflow='eager'"
+            if self._overflow == "split":
+                remedy = f"overflow='split' cuts along '{self._split}' only: {remedy}"
             raise BucketOverflow(sizes, overflow.largest, remedy) from None
         self.fallbacks += 1
         self._log_once(f"is split along '{self._split}', since no bucket holds it", shown)

@@ -318,9 +318,12 @@ def test_bad_input_is_one_line_and_captures_nothing(example, options, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rows": (4, 1)}, "least is above most"),
-        ({"rows": ()}, r"expected \(least, most\)"),
-        ({"rows": 4}, r"expected \(least, most\)"),
+        ({"rows": (4, 1)}, "with 0 <= min <= max"),
+        ({"rows": ()}, r"expected \(min, max\)"),
+        ({"rows": 4}, r"expected \(min, max\)"),
+        ({"rows": (1, 2, 8)}, r"expected \(min, max\)"),
+        ({"rows": torch.export.Dim("rows")}, "has no maximum"),
+        ({"mode": "reduce-overhead"}, "if 'mode' is meant as an option, there is none"),
         ({"exact": ["columns"]}, "no axis 'columns'; expected one of rows"),
         ({"split": "columns"}, "no axis 'columns'"),
         ({"overflow": "ignore"}, "overflow is 'ignore'"),
@@ -472,3 +475,22 @@ def test_sizes_of_calls_are_learned_for_the_next_start(tmp_path):
         rows_of(identity, **options | {"max_graphs": 3})
     with pytest.raises(graphs.BucketFileError, match="expected sizes of columns"):
         graphs.bucketed(identity, (x,), columns=(1, 4), learn=file)
+
+
+def test_a_fixed_size_that_equals_the_examples_batch_is_no_axis():
+    wrapped = rows_of(lambda x: x * 2, example=(torch.randn(4, 4),), rows=(1, 8))
+    wrapped.warmup()
+    x = torch.randn(3, 4)
+    assert torch.equal(wrapped(x), x * 2)
+
+
+def test_the_largest_k_over_padding_is_refused():
+    wrapped = graphs.bucketed(
+        lambda x: x.topk(2, 1).values,
+        (torch.rand(3, 7, 4),),
+        batch=(1, 4),
+        length=(8, 32),
+        backend="eager",
+    )
+    with pytest.raises(BucketedError, match="depend on padding"):
+        wrapped.warmup()

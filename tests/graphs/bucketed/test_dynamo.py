@@ -8,7 +8,7 @@ from torch import nn
 
 import graphs
 from graphs.bucketed.dynamo import bucketed_backend as bucketed
-from graphs.errors import BucketOverflow
+from graphs.errors import BucketedError, BucketOverflow
 
 
 @pytest.fixture
@@ -75,3 +75,10 @@ def test_sizes_that_are_equal_at_the_trace_are_one_axis_of_that_graph(module):
             torch.testing.assert_close(compiled(ids), module(ids))
         with pytest.raises(BucketOverflow, match="batch=9"):
             compiled(torch.randint(0, 50, (9, 9)))
+
+
+def test_gradients_are_refused_by_name(module):
+    options = {"batch": (2, 8), "length": (4, 16), "inner": "eager"}
+    compiled = torch.compile(module, backend=bucketed, dynamic=True, options=options)
+    with pytest.raises(BucketedError, match="no gradients"):
+        compiled(torch.randint(0, 50, (3, 5)))
