@@ -15,14 +15,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from graphs.errors import BucketFileError, StoreBusy, clipped, parse_json, quoted
 from graphs.files import open_regular, write_whole
-from graphs.store.lock import locked, why_no_locks
 
 __all__ = ["Counts", "RecordedSizes"]
 
@@ -82,6 +82,14 @@ class RecordedSizes:
         self._has_warned = False
         self._is_at_exit = False
         self._process = os.getpid()
+        # Not at the top: its package imports every backend. Not in `write`: at exit it is too late.
+        from graphs.store.lock import locked, why_no_locks
+
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        held = partial(locked, lock, shared=False, seconds=_LOCK_SECONDS)
+        self._locked: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if why_no_locks() else held
+        )
 
     @property
     def counts(self) -> Counts:
@@ -160,12 +168,6 @@ class RecordedSizes:
             self._has_warned = True
         else:
             self._has_warned = False
-
-    def _locked(self) -> AbstractContextManager[None]:
-        if why_no_locks():
-            return nullcontext()
-        lock = self.path.with_name(f".{self.path.name}.lock")
-        return locked(lock, shared=False, seconds=_LOCK_SECONDS)
 
 
 def _add(counts: Counts, more: Mapping[tuple[int, ...], int]) -> None:
