@@ -45,7 +45,7 @@ class Journal:
         self.path = Path(path)
         self._head: dict[str, Any] = {"form": _FORM, "version": _VERSION}
         self._head |= {"name": name, "backend": backend, "axes": [*axes]}
-        self._entries: dict[Bucket, tuple[str, float]] = {}  # status and seconds
+        self._entries: dict[Bucket, dict[str, Any]] = {}
         self._is_broken = False
         if lines := self._lines():
             self._read(lines)
@@ -54,12 +54,16 @@ class Journal:
     @property
     def previously_failed(self) -> list[Bucket]:
         """Buckets that failed, or during whose capture the process died."""
-        return [b for b, (status, _) in self._entries.items() if status in ("failed", "started")]
+        return [b for b, entry in self._entries.items() if entry["status"] in ("failed", "started")]
 
     @property
     def seconds(self) -> Mapping[Bucket, float]:
         """Seconds of each captured bucket."""
-        return {b: s for b, (status, s) in self._entries.items() if status == "captured"}
+        return {
+            bucket: entry["seconds"]
+            for bucket, entry in self._entries.items()
+            if entry["status"] == "captured"
+        }
 
     def start(self, bucket: Bucket) -> None:
         """Record the start of a capture."""
@@ -81,8 +85,8 @@ class Journal:
             self._is_broken = True
 
     def _learn(self, line: dict[str, Any]) -> None:
-        bucket = Bucket(**line["bucket"])
-        self._entries[bucket] = str(line["status"]), float(line.get("seconds", 0.0))
+        status, seconds = str(line["status"]), float(line.get("seconds", 0.0))
+        self._entries[Bucket(**line["bucket"])] = {**line, "status": status, "seconds": seconds}
 
     def _lines(self) -> list[str]:
         try:
@@ -111,9 +115,7 @@ class Journal:
 
     def _rewrite(self) -> None:
         # Drops a truncated line, to which nothing may be appended; atomic.
-        lines = [self._head]
-        for bucket, (status, seconds) in self._entries.items():
-            lines.append({"bucket": dict(bucket), "status": status, "seconds": seconds})
+        lines = [self._head, *self._entries.values()]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, text.encode())
