@@ -16,11 +16,29 @@ from graphs.capture.inputs import InputSpec
 from graphs.capture.structure import CallStructure, FlatCall, Structure
 from graphs.errors import BucketedError, InputMismatch
 
-__all__ = ["Variant"]
+__all__ = ["Bound", "Variant"]
+
+
+class Bound(nn.Module):
+    """A function with some keyword inputs fixed."""
+
+    wrapper_of = "function"
+
+    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.training = getattr(function, "training", False)
+        self._settings = dict(settings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns."""
+        return self.function(*args, **kwargs, **self._settings)
 
 
 class _FlatOutputs(nn.Module):
     """Calls a function of flat inputs, and returns the tensors of its outputs, flat."""
+
+    wrapper_of = "call"
 
     def __init__(
         self, call: FlatCall, outputs: Structure, tensors: Sequence[int], constants: Sequence[Any]

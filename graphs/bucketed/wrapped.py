@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graphs.bucketed.comparison import compare_with_eager
 from graphs.bucketed.example import by_keyword, copied_call, default_example, parameters_of
 from graphs.bucketed.trial import BucketedOptions
-from graphs.bucketed.variant import Variant
+from graphs.bucketed.variant import Bound, Variant
 from graphs.buckets.recorded import RecordedSizes
 from graphs.buckets.space import Bucket
 from graphs.capture.structure import as_call
@@ -223,7 +223,7 @@ class Bucketed(nn.Module):
         values = [[(name, each) for each in given] for name, given in self._discrete.items()]
         fixed = {name: each for name, each in kwargs.items() if name not in self._discrete}
         for settings in itertools.product(*values):
-            call = _Bound(self.function, dict(settings)) if settings else self.function
+            call = Bound(self.function, dict(settings)) if settings else self.function
             variant = Variant(self.function, call, args, fixed, self._options, self._running)
             if self._overflow == "split":
                 variant.check_split(self._split)
@@ -371,19 +371,6 @@ class Bucketed(nn.Module):
             self._logged.add(reason)
             text = "%s: a call %s%s; further ones are counted only"
             _log.warning(text, self._options.name, reason, detail)
-
-
-class _Bound(nn.Module):
-    """A function with some keyword inputs fixed."""
-
-    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.training = getattr(function, "training", False)
-        self._settings = dict(settings)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs, **self._settings)
 
 
 def _defaults(function: Callable[..., Any], discrete: Iterable[str]) -> dict[str, Any]:

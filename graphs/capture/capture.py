@@ -81,6 +81,7 @@ class CapturedGraph:
         self.shared_as = frozen.shared_as
         self.input_specs: tuple[InputSpec, ...] = inputs.specs
         self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
+        self._without_wrappers = inputs.without_wrappers
         self.why_alone = self._with_names(frozen.why_alone)
         is_on_host = all(each.device is None or each.device.type == "cpu" for each in inputs.specs)
         self.run_seconds = frozen.run_seconds if is_on_host else None
@@ -141,6 +142,7 @@ class CapturedGraph:
             raise StaleGraph(self.name, f"no longer holds, capture it again: {reason}") from error
 
     def _with_names(self, reason: str) -> str:
+        reason = self._without_wrappers(reason)
         return _WRAPPED_INPUT.sub(lambda match: self.input_specs[int(match[1])].name, reason)
 
     def at_sizes_of(

@@ -112,6 +112,7 @@ class InputsCheck:
 
     Attributes:
         specs: of the examples.
+        without_wrappers: takes a text, and names parts of the callable as its user does.
         fits: whether inputs, as many as the examples, certainly match.
 
     Raises:
@@ -120,6 +121,7 @@ class InputsCheck:
 
     def __init__(self, function: Callable[..., Any], examples: Sequence[Input]) -> None:
         names = parameter_names(function, len(examples))
+        self.without_wrappers = _without_wrappers(function)
         self.specs = tuple(InputSpec.of(n, v) for n, v in zip(names, examples, strict=True))
         self.fits = _native_check(examples) or self._fit
 
@@ -137,6 +139,15 @@ class InputsCheck:
 
     def _fit(self, *inputs: object) -> bool:
         return not any(spec.mismatch(v) for spec, v in zip(self.specs, inputs, strict=True))
+
+
+def _without_wrappers(function: object) -> Callable[[str], str]:
+    path: list[str] = []
+    while name := getattr(type(function), "wrapper_of", ""):
+        path.append(name)
+        function = getattr(function, name)
+    nested, dotted = "".join(f"._modules['{name}']" for name in path), ".".join([*path, ""])
+    return lambda text: text.replace(nested, "").replace(dotted, "") if path else text
 
 
 def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:

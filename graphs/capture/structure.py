@@ -182,6 +182,8 @@ class CallStructure(Structure):
 class FlatCall(nn.Module):
     """Calls a function with flat inputs, in the order of a :class:`CallStructure`."""
 
+    wrapper_of = "function"
+
     def __init__(
         self,
         function: Callable[..., Any],

@@ -22,7 +22,7 @@ from graphs import (
     no_compile,
 )
 from graphs.backends.cudagraph import CudaGraphBackend, CudaRecorder
-from graphs.backends.recorded import _places
+from graphs.backends.recorded import _devices_of
 from graphs.capture.contract import CaptureSpec, Job
 from graphs.store import ArtifactStore, StoredInductor
 from tests.graphs.backends.replay_double import ReplayDouble
@@ -269,7 +269,7 @@ def test_buckets_share_compiled_code_and_a_later_start_only_records(scene, tmp_p
 
 def test_all_inputs_lie_on_one_device_whose_streams_are_recorded(scene):
     def places(*inputs):
-        return _places("cuda", Job(torch.add, inputs, CaptureSpec(scene.backend)))
+        return _devices_of("cuda", Job(torch.add, inputs, CaptureSpec(scene.backend)))
 
     with FakeTensorMode():
         one, two, host = (torch.empty(2, device=device) for device in ("cuda:1", "cuda:0", "cpu"))

@@ -494,3 +494,14 @@ def test_the_largest_k_over_padding_is_refused():
     )
     with pytest.raises(BucketedError, match="depend on padding"):
         wrapped.warmup()
+
+
+def test_a_stale_graph_names_parts_as_the_module_does():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+    wrapped = graphs.bucketed(module, (torch.randn(3, 4),), rows=(2, 4), backend="aot_eager")
+    wrapped.warmup()
+    module.train()
+    with pytest.raises(graphs.StaleGraph, match="training") as caught:
+        wrapped(torch.randn(3, 4))
+    assert "call" not in caught.value.detail.partition(":")[2]
+    assert "function" not in caught.value.detail.replace("torch function", "")
