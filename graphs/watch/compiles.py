@@ -208,7 +208,10 @@ class CompileWatch:
             self.graphs += max(0, graphs - self._before[0])
             self.graph_breaks += max(0, breaks - self._before[1])
 
-    def _built(self, kind: Kind, site: CompileSite) -> None:
+    def _built(self, what: str) -> None:
+        self._note_kernel("build", CompileSite(what))
+
+    def _note_kernel(self, kind: Kind, site: CompileSite) -> None:
         if not self._is_compiling:  # else it is part of a compile that was counted
             self.note(event_at(kind, site))
 
@@ -266,7 +269,7 @@ def _on_kernel(kernel: Kernel) -> None:
     types = f"for {kernel.types}" if kernel.types else ""
     site = CompileSite(kernel.name, kernel.file, kernel.line, types)
     for watch in _watching:
-        watch._built("triton build", site)
+        watch._note_kernel("triton build", site)
 
 
 _dynamo = CompileHooks(_on_start, _on_end, _on_refusal)
@@ -288,4 +291,4 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     built = build_of(command_of(event, args, sys._getframe(1)))
     if built and not _triton.will_report():  # else it is Triton's own call of ptxas
         for watch in _watching:
-            watch._built("build", CompileSite(built))
+            watch._built(built)
