@@ -45,7 +45,7 @@ def _section(question: Mapping[str, Any]) -> str:
     place = f" {_place(shared)}." if shared else ""
     below = f"`{question['command']}`: {question['reading']}{place}"
     table = _table([question.get("rows are", ""), *heads], rows)
-    return "\n".join([f"## {question['question']}", "", *table, "", below, ""])
+    return "\n".join([f"## {question['question']}", *table, "", below, ""])
 
 
 def _head(column: Mapping[str, str], shared: Mapping[str, str]) -> str:
@@ -73,7 +73,7 @@ def _torch_versions() -> str:
     lines = (RESULTS / "torch_versions.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("|")]
     below = "`make test-torch TORCH=all`: the main job with an empty store, then from the store."
-    return "\n".join(["## Which versions of torch?", "", *table, "", below, ""])
+    return "\n".join(["## Which versions of torch?", *table, "", below, ""])
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def capture(
     Raises:
         CaptureError: unknown or unavailable backend, a graph break (with the user's line), a
             failing callable.
-        GraphBudgetExceeded: a strict :class:`~graphs.watch.compiles.no_compile` is armed.
+        GraphBudgetExceeded: a strict :class:`~graphs.no_compile` is armed.
         TypeError: the inputs are not a tuple, list or dict, one of them is of an unknown class, or
             the backend does not know an option. Nothing ran.
         ValueError: `warm_runs` is below 1.

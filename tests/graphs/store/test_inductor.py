@@ -257,8 +257,8 @@ store = ArtifactStore(sys.argv[1])
 built = []
 
 class Watch(CompileWatch):
-    def _built(self, kind, site):  # also what is built inside of a compile
-        built.append(site)
+    def _built(self, what):  # also what is built inside of a compile
+        built.append(what)
 
 with store.inductor_cache(environment_factors()) as cache, Watch() as watch:
     os.environ.update(cache.environment)
