@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from graphs.capture.inputs import parameters_of
 from graphs.capture.structure import CallStructure
 from graphs.errors import BucketedError
 
-__all__ = ["by_keyword", "copied_call", "default_example", "parameters_of"]
+__all__ = ["by_keyword", "copied_call", "default_example"]
 
 
 def default_example(
@@ -43,7 +43,7 @@ def copied_call(
     kwargs: Mapping[str, Any],
     discrete: Collection[str],
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Copy the inputs of a call, but for `discrete` ones, before somebody writes to them.
+    """Copy the inputs of a call, but for `discrete` ones, so that later writes do not change them.
 
     Raises:
         TypeError: an input is of an unknown class.
@@ -72,12 +72,3 @@ def by_keyword(
     if len(moved) < len(args[first:]) or moved.keys() & kwargs.keys():
         return args, dict(kwargs)  # an error of the caller
     return args[:first], {**moved, **kwargs}
-
-
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a callable; none where it has no signature."""
-    target = function.forward if isinstance(function, nn.Module) else function
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}

@@ -79,9 +79,9 @@ class Plans:
         self._buffers: dict[int, Tensor] = {}
 
     def find(self, leaves: Sequence[Any]) -> tuple[Plan | None, Sequence[Any]]:
-        """Return the plan of earlier inputs with the same layouts, or None; and distinct inputs."""
+        """Return the plan for inputs of these layouts or None, and the inputs, each distinct."""
         last = self.last
-        if last is not None and last.fits(*leaves):  # which one tensor in two places does not
+        if last is not None and last.fits(*leaves):  # not one tensor passed twice
             return last, leaves
         leaves = _distinct(leaves)
         plan = self._plans.get(_layout(leaves))
@@ -157,10 +157,10 @@ class Plan:
     """How inputs of one layout run.
 
     Args:
-        plans: it is of.
-        leaves: the inputs.
+        plans: those of the callable.
+        leaves: flat inputs.
         sizes: of their axes.
-        bucket: that holds them.
+        bucket: the one that holds them.
         graph: of the bucket, or of just these sizes.
         runs_at: sizes of the graph.
 
@@ -247,7 +247,7 @@ class Plan:
             if plans.is_running:
                 raise CaptureError(rules.name, "is called by its own run; wrap only the outer call")
             plans.is_running = True
-            # Until all is written, the buffers are no plan's.
+            # A call that fails while it writes must not leave its values as padding.
             last, plans.last = plans.last, None
             try:
                 if self._targets:
@@ -259,7 +259,7 @@ class Plan:
                         tail.fill()
                 outputs = self._graph.run(*inputs)
                 if not self._has_run:
-                    self._look_at(inputs, outputs)
+                    self._check_outputs(inputs, outputs)
                 if self._cuts or self._copies:
                     outputs = [*outputs]
                     for index, dim, size in self._cuts:
@@ -279,7 +279,7 @@ class Plan:
             ]
         return outputs
 
-    def _look_at(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _check_outputs(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Check the shapes of outputs at these sizes, and find those that are views of inputs."""
         rules = self._rules
         storages = {each.untyped_storage().data_ptr() for each in inputs if has_memory(each)}

@@ -1,4 +1,4 @@
-"""Eager runs of a callable on its example: what outputs follow, and whether padding matters."""
+"""Eager runs of a callable: how outputs follow the axes, and whether padding matters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BucketedOptions:
 
 
 class Trial:
-    """Runs a callable at two sizes of each axis, and through padding.
+    """Runs a callable at up to three sizes of each axis, and through padding.
 
     Args:
         function: the user's callable.

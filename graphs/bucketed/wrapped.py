@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from graphs.bucketed.comparison import compare_with_eager
-from graphs.bucketed.example import by_keyword, copied_call, default_example, parameters_of
+from graphs.bucketed.example import by_keyword, copied_call, default_example
 from graphs.bucketed.trial import BucketedOptions
 from graphs.bucketed.variant import Bound, Variant
 from graphs.buckets.recorded import RecordedSizes
 from graphs.buckets.space import Bucket
+from graphs.capture.inputs import parameters_of
 from graphs.capture.structure import as_call
 from graphs.errors import BucketOverflow, CaptureError, InputMismatch, quoted
 from graphs.warmup.group import WarmupGroup
@@ -165,7 +166,7 @@ class Bucketed(nn.Module):
         return self._serve(args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call, without hooks."""
+        """Run in a bucket, without the hooks of this module."""
         return self._serve(args, kwargs)
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "name_of",
     "overlaps",
     "parameter_names",
+    "parameters_of",
     "ranges_overlap",
     "tensors_of",
     "variants_of",
@@ -211,15 +212,19 @@ class DistinctInputs:
         return ""
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a callable or module by name; none of a builtin without a signature."""
+    target = function.forward if isinstance(function, nn.Module) else function
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
     """Names of the first `count` positional parameters of a callable or module."""
-    target = function.forward if isinstance(function, nn.Module) else function
     names: list[str] = [*getattr(function, "flat_input_names", ())]
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):
-        parameters = {}.values()  # a builtin without a signature
-    for parameter in parameters:
+    for parameter in parameters_of(function).values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphs.capture.inputs import Input, check_inputs, parameter_names, variants_of
+from graphs.capture.inputs import (
+    Input,
+    check_inputs,
+    parameter_names,
+    parameters_of,
+    variants_of,
+)
 from graphs.errors import InputMismatch
 from graphs.torch_internals.pytrees import container_of
 
@@ -253,13 +259,8 @@ def flat_call(
 
 def _parameters(function: Callable[..., Any]) -> list[Any]:
     """Names of the parameters that take positional inputs, or their number where they have none."""
-    target = function.forward if isinstance(function, nn.Module) else function
-    try:
-        parameters = [*inspect.signature(target).parameters.values()]
-    except (TypeError, ValueError):
-        return []  # a builtin without a signature
     return [
         number if each.kind is inspect.Parameter.POSITIONAL_ONLY else each.name
-        for number, each in enumerate(parameters)
+        for number, each in enumerate(parameters_of(function).values())
         if each.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]

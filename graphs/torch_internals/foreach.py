@@ -1,9 +1,6 @@
-"""Copies many tensors at once, through torch's `_foreach` operations where it has them."""
+"""Copies many tensors at once, through torch's `_foreach` operation where it works."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +8,10 @@ from torch import Tensor
 __all__ = ["copy_all"]
 
 
-def _one_by_one(targets: Sequence[Tensor], sources: Sequence[Any]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-copy_all: Callable[[Sequence[Tensor], Sequence[Any]], object] = getattr(
-    torch, "_foreach_copy_", _one_by_one
-)
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, which has its shape, dtype and device."""
+    try:
+        torch._foreach_copy_(targets, sources)
+    except (AttributeError, TypeError, NotImplementedError):  # not in this torch, or this device
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)

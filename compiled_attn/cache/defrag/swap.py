@@ -206,7 +206,9 @@ class BlockSwap(nn.Module):
         memory = [rows for rows, _ in self._memory()]
         expected = [(len(at), *rows.shape[1:]) for rows in memory]
         if (got := [tuple(each.shape) for each in contents]) != expected:
-            raise ValueError(f"expected contents as of take(), {expected}, got {got}")
+            raise ValueError(
+                f"expected contents of shapes {expected}, got {got}: pass what take() returned"
+            )
         for rows, content in zip(memory, contents, strict=True):
             rows.index_copy_(0, at, content)
 

@@ -112,7 +112,6 @@ def test_it_takes_the_place_of_the_module(wrapped, encoder):
     assert parent.encoder is wrapped and "linear.weight" in encoder.state_dict()
     with pytest.raises(AttributeError, match="nothing"):
         wrapped.nothing  # noqa: B018
-    assert sum(wrapped.hits.values()) >= 0 and wrapped.overflows == 0
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_a_bucket_that_succeeds_later_did_not_fail(path):
     assert journal(path).previously_failed == []
 
 
+def test_a_journal_that_is_read_again_loses_no_result(path):
+    journal(path).done(BucketResult(Bucket(n=4), "captured", 2.5, bytes=7, run_seconds=0.1))
+    before = path.read_text()
+    journal(path)
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize("cut", range(1, 40))
 def test_a_last_line_that_is_cut_off_is_ignored_and_written_over(path, cut):
     written = journal(path)

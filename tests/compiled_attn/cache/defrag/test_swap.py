@@ -253,3 +253,13 @@ def test_blocks_that_are_taken_can_be_put_anywhere_and_again():
         swap.put([7, 9], taken)
     expected = moved(before, [(1, 5), (5, 7), (7, 9)])
     assert equal(contents([*cache.buffers()]), expected)
+
+
+def test_contents_of_other_shapes_write_nothing():
+    cache = small_cache()
+    swap, before = ready(cache), contents([*cache.buffers()])
+    taken = swap.take([5, 7])
+    for wrong in (taken[:-1], [each[:1] for each in taken], [*taken[:-1], taken[-1][:, :1]]):
+        with pytest.raises(ValueError, match=r"pass what take\(\) returned"):
+            swap.put([1, 2], wrong)
+    assert equal(contents([*cache.buffers()]), before)
