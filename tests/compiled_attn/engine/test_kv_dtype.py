@@ -79,9 +79,9 @@ def test_what_is_not_finite_in_a_cache_of_8_bits_hurts_no_other(kind, kernel):
     assert result.finish_reason == "length"
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_replay looks at the same of int8
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_captured_graphs_serve_8_bits_as_eager_does_and_compile_nothing(kind):
-    # Inductor's cache has the graph where test_replay ran before.
     model, prompts = tiny_model("mistral", num_hidden_layers=1), _prompts(3)
     settings = {"weights": "packed", "num_blocks": 128}
     eager = _tokens(_engine(model, kind, **settings), prompts)
