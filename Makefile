@@ -60,10 +60,10 @@ chat: $(VENV)/.installed-smollm2
 
 # Lint is one process, so all kernels of quick tests are built and the model is converted meanwhile.
 test: $(VENV)/.installed-dev
-	@{ $(BIN)/python -c "from tests.fake_device import open_device; open_device(); \
+	@{ $(BIN)/python -c "from compiled_attn.models.folder import model_folder; model_folder('smollm2')"; \
+	$(BIN)/python -c "from tests.fake_device import open_device; open_device(); \
 		from tests.compiled_attn.ops.kernels import WITHOUT_AMX, loaded; \
 		loaded(WITHOUT_AMX, plain_tiles=True); loaded('portable')"; \
-	$(BIN)/python -c "from compiled_attn.models.folder import model_folder; model_folder('smollm2')"; \
 	} 2>/dev/null & \
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
