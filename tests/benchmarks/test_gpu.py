@@ -15,6 +15,8 @@ import pytest
 from tests.slow import slow_but
 
 pytest.importorskip("transformers", reason="needs the extra hf")
+import gpu
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--small --rounds 2 --calls 2 --backends eager --dtype float32"
 
@@ -66,11 +68,11 @@ def test_one_command_writes_results_for_every_case_and_each_backend_that_works(
     assert "tokens/s" in (folder / "gpu_serving.txt").read_text()
 
 
-def test_without_the_device_it_is_skipped_with_a_line(tmp_path):
-    process = ran(tmp_path, Path(sys.executable), "xpu", "serving")
-    assert process.returncode == 0
-    assert "# skipped: no device 'xpu' here" in process.stdout
-    assert not (tmp_path / "gpu_attention.json").exists()
+def test_without_the_device_it_is_skipped_with_a_line(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "xpu", "--json", str(path)])
+    gpu.main()
+    assert "# skipped: no device 'xpu' here" in capsys.readouterr().out and not path.exists()
 
 
 def test_the_time_limits_of_all_parts_sum_to_under_ten_minutes():
