@@ -24,6 +24,8 @@ WHEEL_VENV ?= $(VENV)-wheel
 MUTATION ?=
 # Test processes.
 JOBS ?= 2
+# A file a process, in order: the kernels of the largest files may still be built at the start.
+SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -66,10 +68,10 @@ test: $(VENV)/.installed-dev
 		loaded(WITHOUT_AMX, plain_tiles=True); loaded('portable')"; \
 	} 2>/dev/null & \
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q $(SPREAD)
 
 test-all: lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" --hypothesis-profile=all
+	$(BIN)/python -m pytest -q $(SPREAD) -m "" --hypothesis-profile=all
 
 # Each version has an environment of its own and a row in benchmarks/results/torch_versions.md.
 test-torch:
