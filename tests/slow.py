@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 
-def slow_but(quick: Collection[object], values: Iterable[object]) -> list[Any]:
+def slow_but(quick: Iterable[object], values: Iterable[object]) -> list[Any]:
     """The values (or tuples) as parameters of a test, those that are not ``quick`` marked slow."""
-    values = [*values]
+    quick, values = [*quick], [*values]
     assert all(value in values for value in quick), f"expected some of {values}, got {quick}"
     return [
         pytest.param(

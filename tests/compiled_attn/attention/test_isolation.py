@@ -134,22 +134,18 @@ def test_bits_of_rows_that_do_not_see_it_stay(request, step, kernel, features, s
         _assert_isolated(scene, run, metadata, options.get("sliding_window"))
 
 
+@pytest.mark.slow  # 10 s each; the same rows are isolated as eager, and paged ones by inductor
 @pytest.mark.parametrize(
     ("step", "kernel", "features", "shape", "pieces"),
     [
         ("shared", "reference", "plain", "float32", "whole"),
-        *(
-            pytest.param(*case, marks=SLOW)
-            for case in (
-                ("mixed", "reference", "plain", "float32", "whole"),
-                ("decodes", "reference", "plain", "bfloat16", "whole"),
-                ("mixed", "sdpa", "window", "float32", "sliced"),
-                ("mixed", "sdpa", "sinks", "bfloat16", "in chunks"),
-                ("mixed", "reference", "all", "int8", "in chunks"),
-                ("mixed", "reference", "plain", "int8 latents", "whole"),
-                ("mixed", "native", "window", "float32", "whole"),
-            )
-        ),
+        ("mixed", "reference", "plain", "float32", "whole"),
+        ("decodes", "reference", "plain", "bfloat16", "whole"),
+        ("mixed", "sdpa", "window", "float32", "sliced"),
+        ("mixed", "sdpa", "sinks", "bfloat16", "in chunks"),
+        ("mixed", "reference", "all", "int8", "in chunks"),
+        ("mixed", "reference", "plain", "int8 latents", "whole"),
+        ("mixed", "native", "window", "float32", "whole"),
     ],
 )
 def test_in_a_graph_of_inductor_too(request, step, kernel, features, shape, pieces):

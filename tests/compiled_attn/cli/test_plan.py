@@ -151,7 +151,7 @@ def test_a_plan_knows_the_dtype_of_the_cache(command, tmp_path):
     sizes = []
     for dtype in ("float32", "bfloat16"):
         options = ["--demand", needs, "--dtype", dtype, "--max-graphs", 2, "--rho", 0]
-        options += ["--max-seqs", 128, "--block-size", 8, "--out", tmp_path / dtype]
+        options += ["--max-seqs", 16, "--block-size", 8, "--out", tmp_path / dtype]
         code, _, err = command("plan", *options)
         assert code == 0, err
         sizes.append(from_file(tmp_path / dtype).largest["unique"])

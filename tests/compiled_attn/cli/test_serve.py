@@ -40,7 +40,11 @@ def test_a_port_in_use_is_refused(command, chat_dir):
     assert_refused(shown, f"cannot listen at 127.0.0.1:{port}", "--port")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+# That an interrupt ends a command with 130 is tested of `run` and `chat` too.
+@pytest.mark.parametrize(
+    ("number", "code"),
+    slow_but(((signal.SIGTERM, 0),), ((signal.SIGINT, 130), (signal.SIGTERM, 0))),
+)
 def test_a_signal_ends_a_warmup(chat_dir, number, code):
     with started(chat_dir, until="warmup 1/", program=_SLOWLY) as (process, _):
         process.send_signal(number)
@@ -90,7 +94,7 @@ def started(
         process.wait()
 
 
-# The warmup's test has both signals.
+# The other tests have SIGTERM.
 @pytest.mark.parametrize("number", slow_but((signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)))
 def test_a_drain_shows_in_health_and_a_second_signal_ends_it(chat_dir, number):
     with started(chat_dir) as (process, url):

@@ -214,7 +214,7 @@ class RecordedCode(Recorded):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("recorded", slow_but((True,), (False, True)))
 @pytest.mark.parametrize("kernel", slow_but(("native",), ("native", "portable")))
 def test_compiled_steps_give_the_tokens_of_a_cpu_and_wait_for_nothing(kernel, recorded):
     config = replace(CONFIG, kernel=kernel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -19,6 +20,7 @@ from graphs.backends.cudagraph import CudaGraphBackend, CudaRecorder
 from graphs.backends.recorded import Recording
 from graphs.capture.contract import Backend
 from tests.compiled_attn.tiny import plain_generate, tiny_model
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -134,8 +136,13 @@ def assert_replayed(engine: Engine) -> None:
         assert report.replays == 0
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "in turn"])
-@pytest.mark.parametrize("family", FAMILIES, ids=FAMILIES.get)
+@pytest.mark.parametrize(
+    ("family", "async_scheduling"),
+    slow_but(
+        [*product(FAMILIES, (True,)), ("llama", False)],
+        product(FAMILIES, (True, False)),
+    ),
+)
 @pytest.mark.parametrize(("device", "backend"), RUNS)
 def test_tokens_are_those_of_a_cpu(device, backend, family, async_scheduling):
     engine = engine_on(device, backend, family, async_scheduling=async_scheduling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from graphs.store.factors import graph_factors
 from tests.compiled_attn.engine.rounded import KINDS, rounded_logits
 from tests.compiled_attn.engine.small import greedy, prompts_of, small_engine
 from tests.compiled_attn.tiny import tiny_model
+from tests.slow import slow_but
 
 NEW = 12
 SAMPLING = SamplingParams(max_new_tokens=NEW)
@@ -35,9 +37,12 @@ def _tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return greedy(engine, prompts, NEW)
 
 
+# Both kinds and both kernels; the op's tests have each kernel with each kind.
+PAIRS = slow_but((("int8", "native"), ("fp8", "portable")), product(KINDS, ("native", "portable")))
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("kernel", ["native", "portable"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernel"), PAIRS)
 def test_every_token_is_the_likeliest_of_a_model_whose_cache_is_rounded_so(kind, kernel, family):
     model, prompts = tiny_model(family), _prompts(6)
     engine = _engine(model, kind, kernel=kernel)
@@ -48,8 +53,7 @@ def test_every_token_is_the_likeliest_of_a_model_whose_cache_is_rounded_so(kind,
         assert (short <= 2e-3 * rows.std(-1)).all()
 
 
-@pytest.mark.parametrize("kernel", ["native", "portable"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernel"), PAIRS)
 def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kernel):
     model, prompts = tiny_model(), _prompts(7, longest=30)
     plenty = _tokens(_engine(model, kind, kernel=kernel, defrag_waste=1), prompts)
@@ -60,8 +64,7 @@ def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kerne
     assert report.prefix_hit_ratio > 0
 
 
-@pytest.mark.parametrize("kernel", ["native", "portable"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernel"), PAIRS)
 def test_what_is_not_finite_in_a_cache_of_8_bits_hurts_no_other(kind, kernel):
     poison, prompts = 127, _prompts(6)
     model = tiny_model()
@@ -79,9 +82,9 @@ def test_what_is_not_finite_in_a_cache_of_8_bits_hurts_no_other(kind, kernel):
     assert result.finish_reason == "length"
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_replay looks at the same of int8
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_captured_graphs_serve_8_bits_as_eager_does_and_compile_nothing(kind):
-    # Inductor's cache has the graph where test_replay ran before.
     model, prompts = tiny_model("mistral", num_hidden_layers=1), _prompts(3)
     settings = {"weights": "packed", "num_blocks": 128}
     eager = _tokens(_engine(model, kind, **settings), prompts)
@@ -135,8 +138,7 @@ def test_a_backend_that_cannot_capture_8_bits_is_refused_with_the_remedy():
         EngineConfig(kv_dtype="int8", backend="onnxrt")
 
 
-@pytest.mark.parametrize("kernel", ["native", "portable"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernel"), PAIRS)
 def test_a_check_compares_with_a_model_that_rounds_so(kind, kernel):
     model = tiny_model()
     engine = _engine(model, kind, kernel=kernel)

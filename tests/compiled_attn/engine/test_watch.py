@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 8]]
 SAMPLING = SamplingParams(max_new_tokens=5)
 
 
+_model = partial(tiny_model, num_hidden_layers=1)
+
+
 def _engine(backend: str = "eager", **config) -> Engine:
-    return small_engine(backend=backend, max_tokens_per_step=16, max_graphs=1, **config)
+    return small_engine(_model(), backend=backend, max_tokens_per_step=16, max_graphs=1, **config)
 
 
 def _assert_serves(engine: Engine) -> None:
-    assert greedy(engine, PROMPTS, 5) == plain(tiny_model(), PROMPTS, 5)
+    assert greedy(engine, PROMPTS, 5) == plain(_model(), PROMPTS, 5)
 
 
 @contextmanager

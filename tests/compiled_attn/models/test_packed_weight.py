@@ -18,6 +18,7 @@ from compiled_attn.models.packed import PackedLinear, pack_linears, widened_weig
 from compiled_attn.ops import load
 from tests.compiled_attn.models.packing import KINDS, as_bf16_widen
 from tests.compiled_attn.tiny import tiny_model
+from tests.slow import slow_but
 
 
 @pytest.fixture(params=["bf16-widen", "int8"])
@@ -185,7 +186,7 @@ def test_a_compiled_layer_may_read_the_dtype_of_a_packed_weight(fresh_compiler):
         torch.testing.assert_close(compiled(x), before)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(("eager",), ("eager", "inductor")))
 def test_an_engine_refuses_to_serve_after_a_write_that_would_be_lost(
     backend, fresh_compiler, monkeypatch
 ):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)  # of a machine that others share
 
 
 def launch(case: str, *arguments: str, ranks: int = 2) -> list[list]:
-    """What rank 0 of so many output."""
+    """What rank 0 of so many output of a case, or of several with "+" between them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(_WORKER), case, *arguments]
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
@@ -30,13 +30,24 @@ def launch(case: str, *arguments: str, ranks: int = 2) -> list[list]:
     return output
 
 
-@pytest.mark.parametrize(
-    "names", [("llama", "mixtral"), pytest.param(("qwen3", "gemma2"), marks=pytest.mark.dist)]
-)
-def test_two_ranks_give_the_tokens_of_one_process(names):
-    output = launch("families", "eager", *names)
+def check_families(output: list[list], *names: str) -> None:
     assert [name for name, *_ in output] == [*names]
     assert all(rest[:4] == [True, 1, "native", 2] for _, *rest in output)  # one KV head of two
+
+
+def check_layers(distances: list[float]) -> None:
+    assert len(distances) == 12 and max(distances) < 3e-6  # of float32, sums of up to 24 keys
+
+
+def test_two_ranks_give_the_tokens_of_one_process_and_layers_are_dense_attention():
+    *families, distances = launch("families", "eager", "llama", "mixtral", "+", "layers")
+    check_families(families, "llama", "mixtral")
+    check_layers(distances)
+
+
+@pytest.mark.dist
+def test_two_ranks_give_the_tokens_of_one_process_for_more_families():
+    check_families(launch("families", "eager", "qwen3", "gemma2"), "qwen3", "gemma2")
 
 
 @pytest.mark.dist
@@ -62,10 +73,10 @@ def test_ranks_agree_whatever_comes_and_goes(seed, divided):
     assert bool(moved) == (divided == "weights")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.dist)])
-def test_a_layer_over_keys_of_several_ranks_is_dense_attention(ranks):
-    (distances,) = launch("layers", ranks=ranks)
-    assert len(distances) == 12 and max(distances) < 3e-6  # of float32, sums of up to 24 keys
+@pytest.mark.dist
+def test_a_layer_over_keys_of_four_ranks_is_dense_attention():
+    (distances,) = launch("layers", ranks=4)
+    check_layers(distances)
 
 
 @pytest.mark.dist

@@ -254,7 +254,9 @@ if __name__ == "__main__":
     try:
         with join_ranks(100) as ranks:
             assert ranks is not None
-            CASES[sys.argv[1]](ranks, *sys.argv[2:])
+            for case in " ".join(sys.argv[1:]).split(" + "):
+                name, *arguments = case.split()
+                CASES[name](ranks, *arguments)
     except RankLost as error:
         emit(str(error))
         os._exit(0)  # before torchrun kills it, so that its output is read

@@ -91,7 +91,7 @@ def test_the_sample_is_the_largest_the_smallest_and_what_lies_between():
 
 
 class Holding(InductorBackend):
-    """Inductor whose graphs hold mapped pages, as a device's graphs hold their pool.
+    """Graphs that hold mapped pages, as a device's graphs hold their pool.
 
     Sixteen times the input, so that what the allocator keeps of temporaries is little beside it.
     """
@@ -110,7 +110,7 @@ def test_real_captures_are_predicted_from_three_within_15_percent():
         return (x * 2 + 1,)
 
     space = linear(rows=(4, 4, 32))
-    backend, graphs, real = Holding("holding"), [], {}
+    backend, graphs, real = Holding(name="holding", compiler="aot_eager"), [], {}
     largest_first = sorted(space, key=lambda bucket: -bucket["rows"])
     for bucket in [Bucket(rows=2), *largest_first]:  # the first one loads the compiler
         inputs = (torch.ones(bucket["rows"], 1 << 14),)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 from graphs import StaleGraph, capture
 from graphs.capture.module_state import DictVersions, ModuleState, has_versions
 from graphs.store import ArtifactStore, StoredAoti, StoredInductor
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -159,7 +160,7 @@ def test_versions_see_each_change_and_nothing_else():
     assert DictVersions([]).are_same()
 
 
-@pytest.fixture(scope="module", params=[StoredInductor, StoredAoti])
+@pytest.fixture(scope="module", params=slow_but((StoredInductor,), (StoredInductor, StoredAoti)))
 def load(request, tmp_path_factory):
     """Loads a graph of a `Net` from a store that has it."""
     store = ArtifactStore(tmp_path_factory.mktemp("changes") / "store")

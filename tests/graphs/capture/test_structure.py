@@ -17,6 +17,7 @@ from torch.utils import _pytree
 import graphs
 from graphs.capture.structure import CallStructure, FlatCall, Structure
 from graphs.errors import InputMismatch
+from tests.slow import slow_but
 
 Pair = namedtuple("Pair", "left right")
 
@@ -189,7 +190,10 @@ def attention_inputs(rows: int = 3) -> dict[str, Any]:
     return {"x": torch.randn(rows, 4), "cache": cache, "mask": mask, "scale": 3.0}
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor", "aoti", "onnxrt"])
+# Inductor's code is aoti's too, and test_aoti has nested inputs.
+@pytest.mark.parametrize(
+    "backend", slow_but(("eager", "inductor", "onnxrt"), ("eager", "inductor", "aoti", "onnxrt"))
+)
 def test_a_graph_of_nested_inputs_equals_the_module(backend):
     if reason := graphs.available_backends()[backend]:
         pytest.skip(reason)

@@ -70,7 +70,7 @@ def test_a_batch_that_is_not_flattened_is_refused():
         )
 
 
-@pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), ("llama", "gemma2", "gpt_oss")))
+@pytest.mark.parametrize("family", slow_but(("gpt_oss",), ("llama", "gemma2", "gpt_oss")))
 def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family):
     model = tiny_model(family)
     module = PagedCausalLM(model, cache_for(model, 16, 4))

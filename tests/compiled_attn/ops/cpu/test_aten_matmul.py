@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from graphs import capture
 from graphs.backends import onednn_linear
 from graphs.torch_internals.replay.recorder import Recorder
 from graphs.torch_internals.replay.replay import Replay, Replays
+from tests.slow import slow_but
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -162,11 +165,18 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("options", [{}, onednn_linear.for_cpu()], ids=["MKL", "oneDNN"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 20])
-def test_a_graph_of_layers_is_replayed_with_the_same_bits(replayer, options, dtype, rows):
+# Each compiles for two seconds, and each dtype has another function of MKL.
+QUICK_OF_MKL = [(torch.float32, 1), (torch.bfloat16, 20), (torch.float16, 1)]
+GRAPHS = [*itertools.product(("MKL", "oneDNN"), DTYPES, (1, 20))]
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype", "rows"),
+    slow_but([case for case in GRAPHS if case[0] == "oneDNN" or case[1:] in QUICK_OF_MKL], GRAPHS),
+)
+def test_a_graph_of_layers_is_replayed_with_the_same_bits(replayer, library, dtype, rows):
     torch.manual_seed(0)
+    options = onednn_linear.for_cpu() if library == "oneDNN" else {}
     module, replays = Layers().to(dtype), Replays(replayer, verify=True)
     x = torch.randn(rows, 24).to(dtype)
     graph = capture(module, [x], replays=replays, options=options)

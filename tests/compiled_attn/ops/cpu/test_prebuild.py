@@ -89,6 +89,24 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
+def test_a_wheel_has_its_native_kernel_where_there_is_no_compiler(
+    library_only_built, ops, tmp_path
+):
+    wheel = _wheel(library_only_built, tmp_path)
+    assert "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "installed")
+    (empty := tmp_path / "bin").mkdir()
+    environment = {"PATH": str(empty), "HOME": str(tmp_path)}
+    path = f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r}); "
+    found = "from compiled_attn.ops import load; build = load(strict=True).build; print(build)"
+    script = f"{path}{found}; print(build.library)"
+    build, library = _run([sys.executable, "-c", script], environment).splitlines()
+    assert build == f"{ops.isa}, prebuilt"
+    assert library.startswith(str(tmp_path / ".cache"))  # next to which tunings are saved
+
+
+@pytest.mark.slow  # 20 s of installing and measuring kernels
 def test_a_wheel_serves_with_its_native_kernel_where_there_is_no_compiler(
     library_only_built, ops, tmp_path
 ):
