@@ -238,7 +238,7 @@ class Scheduler:
                 self.changed.append(sequence.request_id)
                 break
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return taken
             taken -= step.pop(victim, 0)
@@ -256,7 +256,8 @@ class Scheduler:
         """Rounds up to whole blocks, so that a decode asks the pool once a block."""
         return -(-length // self.pool.block_size) * self.pool.block_size
 
-    def _preempt(self, sequence: RequestState) -> None:
+    def preempt(self, sequence: RequestState) -> None:
+        """Takes the blocks of a running sequence, which is computed again before waiting ones."""
         self.pool.preempt(sequence.request_id)
         self.changed = [each for each in self.changed if each != sequence.request_id]
         self.running.remove(sequence)

@@ -1,0 +1,289 @@
+"""The command `python -m compiled_attn.testing fuzz`: random traces until something fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from compiled_attn.testing.fuzz.generate import generate, random_settings
+from compiled_attn.testing.fuzz.runner import Failure, run
+from compiled_attn.testing.fuzz.shrink import script, shrink
+from compiled_attn.testing.fuzz.target import Target
+from compiled_attn.testing.fuzz.trace import Trace, TraceError
+from graphs.cli.errors import BAD_INPUT, FAILED, UserError, print_error
+
+__all__ = ["run_command"]
+
+TARGETS = {
+    "ours": "compiled_attn.testing.fuzz.ours:Ours",
+    "transformers": "compiled_attn.testing.fuzz.transformers_batching:TransformersBatching",
+    "vllm": "compiled_attn.testing.fuzz.vllm_cpu:VllmCpu",
+}
+_EVERY_S = 5.0  # between lines of progress
+
+
+@dataclass
+class _Fuzzed:
+    """What a run has found so far; ``start`` is the seed of its first trace."""
+
+    start: int
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        counts, rate = self.counts, self.counts["steps"] / max(self.seconds, 1e-9)
+        return (
+            f"{counts['traces']:,} traces (next seed {self.start + counts['traces']}), "
+            f"{counts['requests']:,} requests, {counts['operations']:,} operations, "
+            f"{counts['steps']:,} steps ({rate:.0f}/s), {counts['tokens']:,} tokens, "
+            f"{len(self.failures)} failures"
+        )
+
+
+class _Maker:
+    """Makes targets of a class; keeps one for the next trace if that has the same settings."""
+
+    def __init__(self, kind: type[Target], options: Mapping[str, Any]) -> None:
+        self.kind, self.options = kind, options
+        self._kept: Target | None = None
+
+    def failure(self, trace: Trace, counts: Counter[str] | None = None) -> Failure | None:
+        """Runs a trace on a target that has run nothing, or that was reset."""
+        target, self._kept = self._kept, None
+        try:
+            if target is not None and target.settings != trace.settings:
+                target.close()
+                target = None
+            if target is None:
+                target = self.made(trace)
+            found = run(trace, target, counts)
+            if found is None and target.reset():
+                self._kept, target = target, None
+            return found
+        finally:
+            if target is not None:
+                target.close()
+
+    def made(self, trace: Trace) -> Target:
+        try:
+            return self.kind(trace.settings, **self.options)
+        except Exception as error:
+            name = self.kind.__name__
+            raise UserError(f"cannot make {name} with {trace.settings}: {error}") from error
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+
+    def script(self, trace: Trace, failure: Failure) -> str:
+        return script(trace, self.kind, self.options, str(failure))
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Parses the arguments and fuzzes.
+
+    Returns the exit code: 0: nothing failed, 1: something did, 2: bad input.
+    """
+    options = _arguments(argv)
+    try:
+        return _fuzz(options)
+    except UserError as error:
+        return print_error(error, BAD_INPUT, "compiled_attn.testing")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m compiled_attn.testing fuzz",
+        description="Run random traces on an engine; shrink what fails to a minimal script.",
+    )
+    add = parser.add_argument
+    add(
+        "--target",
+        default="ours",
+        metavar="NAME",
+        help=f"{', '.join(TARGETS)} or module:Class, a subclass of Target (default: ours)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the target's class; values are JSON, or text",
+    )
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="stop after N requests (default: 1000, if no other limit is given)",
+    )
+    add("--steps", type=int, metavar="N", help="stop after N steps")
+    add("--minutes", type=float, metavar="M", help="stop after M minutes")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the first trace (default: 0)")
+    add("--size", type=int, default=200, metavar="N", help="requests of a trace (default: 200)")
+    add("--failures", type=int, default=1, metavar="N", help="stop after N failures (default: 1)")
+    add(
+        "--runs",
+        type=int,
+        default=500,
+        metavar="N",
+        help="runs that shrink a failing trace at most (default: 500)",
+    )
+    add("--replay", type=Path, metavar="FILE", help="run this trace (JSON) alone")
+    add(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="write the script of the first failure here (default: print it)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write counts and failures here")
+    add(
+        "--sum",
+        type=Path,
+        metavar="FILE",
+        help="add the counts to this file; the next run with it continues with the next seed",
+    )
+    return parser.parse_args(argv)  # fmt: skip
+
+
+def _fuzz(options: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(1)  # the models are tiny
+    total = _read_sum(options.sum, options.target)
+    found = _Fuzzed(max(options.seed, total.get("next_seed", 0)))
+    with closing(_Maker(_target(options.target), dict(map(_option, options.set)))) as maker:
+        if options.replay is not None:
+            trace = _read_trace(options.replay)
+            if failure := maker.failure(trace, found.counts):
+                _report(options, maker, found, trace, failure)
+        else:
+            _many(options, maker, found)
+    print(found.line())
+    others = {name: n for name, n in sorted(found.counts.items()) if n}
+    print(", ".join(f"{name} {n:,}" for name, n in others.items()))
+    if options.json is not None:
+        report = {"target": options.target, "seed": found.start, "seconds": found.seconds}
+        _write(options.json, {**report, "counts": others, "failures": found.failures})
+    if options.sum is not None:
+        sums = Counter(total.get("counts", {})) + found.counts
+        failures = total.get("failures", 0) + len(found.failures)
+        _write(options.sum, {
+            "target": options.target, "next_seed": found.start + found.counts["traces"],
+            "runs": total.get("runs", 0) + 1, "failures": failures, "counts": dict(sums),
+            "seconds": round(total.get("seconds", 0) + found.seconds),
+        })  # fmt: skip
+    return FAILED if found.failures else 0
+
+
+def _many(options: argparse.Namespace, maker: _Maker, found: _Fuzzed) -> None:
+    started = shown = time.perf_counter()
+    counts, limits = found.counts, {"requests": options.requests, "steps": options.steps}
+    if not any((options.requests, options.steps, options.minutes)):
+        limits["requests"] = 1000
+    while True:
+        seed = found.start + counts["traces"]
+        settings = random_settings(Random(seed // maker.kind.same_settings), maker.kind)
+        trace = generate(seed, maker.kind, options.size, settings)
+        failure = maker.failure(trace, counts)
+        counts["traces"] += 1
+        now = time.perf_counter()
+        found.seconds = now - started
+        if failure is not None:
+            _report(options, maker, found, trace, failure, seed)
+        if now - shown >= _EVERY_S:
+            shown = now
+            print(found.line(), file=sys.stderr, flush=True)
+        is_late = options.minutes is not None and found.seconds >= 60 * options.minutes
+        enough = any(limit and counts[name] >= limit for name, limit in limits.items())
+        if is_late or enough or len(found.failures) >= options.failures:
+            return
+
+
+def _report(
+    options: argparse.Namespace,
+    maker: _Maker,
+    found: _Fuzzed,
+    trace: Trace,
+    failure: Failure,
+    seed: int | None = None,
+) -> None:
+    """Shrinks a failing trace, and writes its script."""
+    print(f"seed {seed}: {failure}; shrinking", file=sys.stderr, flush=True)
+
+    def fails(smaller: Trace) -> bool:
+        other = maker.failure(smaller)
+        return other is not None and other.kind == failure.kind
+
+    small = shrink(trace, fails, options.runs)
+    failure = maker.failure(small) or failure
+    text = maker.script(small, failure)
+    if options.script is None or found.failures:
+        print(text)
+    else:
+        options.script.write_text(text)
+        print(f"script: {options.script}", file=sys.stderr)
+    found.failures.append(
+        {"seed": seed, "failure": str(failure), "trace": json.loads(small.to_json())}
+    )
+
+
+def _target(name: str) -> type[Target]:
+    module, _, attribute = TARGETS.get(name, name).partition(":")
+    if not attribute:
+        raise UserError(f"expected a target of {[*TARGETS]} or module:Class, got {name!r}")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"cannot import the target {name}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Target)):
+        raise UserError(
+            f"expected a subclass of compiled_attn.testing.fuzz.Target, got {name}: derive it"
+        )
+    return found
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, found, value = text.partition("=")
+    if not (found and key.isidentifier()):
+        raise UserError(f"expected --set KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _read_trace(path: Path) -> Trace:
+    try:
+        return Trace.from_json(path.read_text())
+    except (OSError, TraceError) as error:
+        raise UserError(f"cannot read the trace {path}: {error}") from error
+
+
+def _read_sum(path: Path | None, target: str) -> dict[str, Any]:
+    if path is None or not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or found.get("target") != target:
+            raise ValueError(f"expected sums of target {target}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot add to {path}: {error}: name another file") from error
+    return found
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}") from error

@@ -1,0 +1,103 @@
+"""Tiny random models for fuzzed engines, and their reference: dense attention in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["FAMILIES", "VOCAB", "DenseReference", "tiny_model"]
+
+VOCAB = 64
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "gemma3_text": {
+        "sliding_window": 9,
+        "num_hidden_layers": 3,  # two of one kind, one of the other
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 32,
+    },
+}
+"""Settings of the models by the name of their family: full attention, windows, and both."""
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+Choose = Callable[[NDArray[np.float64], int | None, int], int]
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """Returns a small model of `FAMILIES` in float32; its weights are always the same."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family](**{**_SIZES, **FAMILIES[family]})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    made: PreTrainedModel = model.eval().requires_grad_(False)
+    return made
+
+
+def most_likely(logits: NDArray[np.float64], seed: int | None, step: int) -> int:
+    """Returns the token of the largest logit."""
+    return int(logits.argmax())
+
+
+class DenseReference:
+    """Logits of whole texts from dense attention: no cache, no engine, nothing shared.
+
+    Args:
+        model: is copied.
+        choose: see `Reference.choose`; by default the most likely token.
+    """
+
+    def __init__(self, model: PreTrainedModel, choose: Choose = most_likely) -> None:
+        self._plain = copy.deepcopy(model)
+        self._exact = copy.deepcopy(model).double()
+        self.choose = choose
+
+    @staticmethod
+    @cache
+    def of(family: str, choose: Choose = most_likely) -> DenseReference:
+        """Returns the reference of `tiny_model`."""
+        return DenseReference(tiny_model(family), choose)
+
+    @torch.no_grad()
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+        """Logits ``[len(text), vocab]`` in float64."""
+        rows = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+        for row, text in zip(rows, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        # Padding follows the texts, so that causal attention never reads it.
+        found = self._exact(input_ids=rows, use_cache=False).logits.numpy()
+        return [each[: len(text)] for each, text in zip(found, texts, strict=True)]
+
+    @torch.no_grad()
+    def rounding(self, text: Sequence[int]) -> float:
+        """Eight times the error of the model's own precision in dense attention."""
+        plain = self._plain(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+        exact = self.logits([text])[0]
+        scale = float(torch.finfo(plain.dtype).eps) * np.abs(exact).max()
+        return 8 * max(float(np.abs(plain.double().numpy() - exact).max()), float(scale))

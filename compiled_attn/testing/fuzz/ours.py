@@ -1,0 +1,122 @@
+"""Our engine as a target of the fuzzer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.sampler import SampleRequest, sample_requests
+from compiled_attn.errors import ConfigError
+from compiled_attn.testing.fuzz.models import FAMILIES, DenseReference, tiny_model
+from compiled_attn.testing.fuzz.target import Refused, Target
+from compiled_attn.testing.fuzz.trace import Settings
+
+__all__ = ["Ours"]
+
+
+class Ours(Target):
+    """`Engine` with a tiny model and the eager backend; ``config`` changes its `EngineConfig`."""
+
+    supports: ClassVar = frozenset(["abort", "fork", "preempt", "defragment", "salt", "sample"])
+    families: ClassVar = tuple(FAMILIES)
+
+    def __init__(self, settings: Settings, **config: Any) -> None:
+        super().__init__(settings)
+        sizes = {"block_size": settings.block_size, "num_blocks": settings.num_blocks + 1,
+                 "max_seqs": settings.max_seqs, "max_tokens_per_step": settings.max_tokens,
+                 "context": settings.context, "backend": "eager", "max_graphs": 2,
+                 "defrag_waste": 0.25}  # fmt: skip
+        self.reference = DenseReference.of(settings.family, choose)
+        self.engine = Engine(tiny_model(settings.family), EngineConfig(**{**sizes, **config}))
+        self.engine.warmup()
+        self._names: dict[int, int] = {}  # of the engine's requests
+        self._later: list[tuple[int, int, tuple[Any, ...]]] = []  # continuations after their first
+
+    def submit(
+        self, request: int, prompt: Sequence[int], new_tokens: int, *,
+        salt: str | None = None, seed: int | None = None, count: int = 1,
+    ) -> None:  # fmt: skip
+        """Continuations follow when the first has computed the prompt, as in `Engine.stream`."""
+        params = SamplingParams(new_tokens, temperature=float(seed is not None), seed=seed, n=count)
+        first = self._submit(request, prompt, params.continuation(0), salt)
+        for n in range(1, count):
+            self._later.append((first, request + n, (prompt, params.continuation(n), salt)))
+
+    def _submit(self, request: int, prompt: Sequence[int], params: Any, salt: str | None) -> int:
+        try:
+            name = self.engine.submit(prompt, params, salt=salt)
+        except ConfigError as error:
+            raise Refused(str(error)) from error
+        self._names[name] = request
+        return name
+
+    def step(self) -> Mapping[int, Sequence[int]]:
+        """Returns the new tokens of a step; raises for a request that ended with an error."""
+        due = [each for each in self._later if self.engine.has_started(each[0])]
+        self._later = [each for each in self._later if each not in due]
+        for _, request, call in due:
+            self._submit(request, *call)
+        tokens: dict[int, list[int]] = {}
+        for event in self.engine.step():
+            if event.token is None:
+                raise RuntimeError(f"{event.result}")
+            tokens.setdefault(self._names[event.request_id], []).append(event.token)
+        return tokens
+
+    def abort(self, request: int, count: int) -> None:
+        """Aborts what waits or runs of them."""
+        ids = range(request, request + count)
+        self._later = [each for each in self._later if each[1] not in ids]
+        for name in self.engine.open_requests:
+            if self._names[name] in ids:
+                self.engine.abort(name)
+
+    def preempt(self) -> None:
+        """Preempts the newest running request."""
+        if running := self.engine.scheduler.running:
+            self.engine.scheduler.preempt(running[-1])
+
+    def defragment(self) -> None:
+        """Defragments now, whether it is due or not."""
+        if self.engine.memory.defragmenter is not None:
+            self.engine.memory.defragmenter.defragment()
+
+    def check(self, is_idle: bool) -> str:
+        """Blocks are owned by the running requests alone, none leaks, nothing compiled."""
+        pool, engine = self.engine.pool, self.engine
+        stats = pool.stats()
+        tables = [block for name in pool.requests for block in pool.table(name).blocks]
+        running = {each.request_id for each in engine.scheduler.running}
+        problems = {
+            "blocks are lost": stats.used + stats.cached + stats.free != stats.total,
+            "reference counts differ from the tables": not np.array_equal(
+                np.bincount(tables, minlength=pool.num_blocks), pool.refcounts
+            ),
+            "requests own blocks without running": {*pool.requests} != running,
+            "something compiled": bool(engine.sentinel.compiles + engine.sentinel.late_builds),
+            "a step was rolled back": bool(engine.restarts),
+            "blocks are used while idle": is_idle and bool(stats.used),
+            "requests are open while idle": is_idle and engine.has_work,
+        }
+        return "; ".join(f"{problem}: {stats}" for problem, is_true in problems.items() if is_true)
+
+    def counts(self) -> Mapping[str, int]:
+        """Preemptions, evictions, moved blocks, prefix hits."""
+        stats, memory = self.engine.memory.stats(), self.engine.memory.figures()
+        return {"preemptions": stats.preemptions, "evictions": stats.evictions,
+                "moves": int(memory.get("defrag_moves", 0)), "hits": stats.hit_tokens}  # fmt: skip
+
+
+def choose(logits: NDArray[np.float64], seed: int | None, step: int) -> int:
+    """The token of our sampler, whose random numbers depend on the seed and the step alone."""
+    if seed is None:
+        return int(logits.argmax())
+    row = torch.tensor(logits[None], dtype=torch.float32)
+    request = SampleRequest(0, SamplingParams(1, temperature=1.0, seed=seed), step)
+    token = sample_requests(row, [request])[0].token
+    return -1 if token is None else token

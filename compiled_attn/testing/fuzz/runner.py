@@ -1,0 +1,265 @@
+"""Runs a trace on a target, and checks every token and every invariant."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_attn.testing.fuzz.target import Reference, Refused, Target
+from compiled_attn.testing.fuzz.trace import Operation, Trace
+
+__all__ = ["Failure", "run"]
+
+_MAKES = ("submit", "share", "fork")
+_ALWAYS = {"submit", "step", "share"}
+_PATIENCE = 64  # steps without a token, besides those that compute prompts
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a target did wrong.
+
+    Args:
+        kind: "tokens" (others than the model alone generates), "surplus" (more tokens than
+            requested, or for a request that does not exist), "lost" (a request never finishes),
+            "invariant" or "crash".
+        message: what was expected and what came.
+        operation: index of the operation at which it showed; the number of operations: in the steps
+            after the last one.
+        request: id of the request, -1: none.
+    """
+
+    kind: str
+    message: str
+    operation: int
+    request: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind} at operation {self.operation}: {self.message}"
+
+
+class _Found(Exception):
+    def __init__(self, kind: str, message: str, request: int = -1) -> None:
+        super().__init__(message)
+        self.kind, self.request = kind, request
+
+
+@dataclass
+class _Request:
+    operation: Operation
+    prompt: list[int]
+    seed: int | None
+    tokens: list[int] = field(default_factory=list)
+    shown_at: int = 0
+    is_aborted: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_aborted and len(self.tokens) < self.operation.new_tokens
+
+
+def run(trace: Trace, target: Target, counts: Counter[str] | None = None) -> Failure | None:
+    """Runs the operations, then steps until every request has finished; returns the first failure.
+
+    Operations that the target does not support, or whose request does not exist (in a shrunk
+    trace), are skipped. The tokens of each request must be those that `Target.reference` chooses
+    after the same text; another token passes if the logits of both differ by less than rounding.
+
+    Args:
+        counts: "operations", "skipped", "requests", "refused", "aborted", "steps", "tokens",
+            "ties" and those of the target are added to it.
+    """
+    made = _Run(trace, target, Counter() if counts is None else counts)
+    try:
+        made.run()
+    except _Found as found:
+        return Failure(found.kind, str(found), made.at, found.request)
+    finally:
+        made.counts.update(target.counts())
+    return made.wrong_tokens()
+
+
+class _Run:
+    def __init__(self, trace: Trace, target: Target, counts: Counter[str]) -> None:
+        self.trace, self.target, self.counts = trace, target, counts
+        self.requests: dict[int, _Request] = {}
+        self.open: set[int] = set()
+        self.at = 0
+
+    def run(self) -> None:
+        allowed = _ALWAYS | self.target.supports
+        for at, operation in enumerate(self.trace.operations):
+            self.at = at
+            if operation.kind in allowed and self.apply(operation):
+                self.counts["operations"] += 1
+            else:
+                self.counts["skipped"] += 1
+        self.at = len(self.trace.operations)
+        self.drain()
+
+    def apply(self, operation: Operation) -> bool:
+        """Calls the target; returns whether the operation was possible."""
+        kind = operation.kind
+        if kind in _MAKES:
+            return self.submit(operation)
+        if kind == "step":
+            for _ in range(operation.count):
+                self.step()
+        elif kind == "abort":
+            return self.abort(operation.request)
+        elif kind == "draft":
+            self.call(self.target.draft, operation.count)
+        else:
+            self.call(getattr(self.target, kind))
+            self.check()
+        return True
+
+    def submit(self, operation: Operation) -> bool:
+        prompt, count = [*operation.prompt], max(1, operation.count)
+        if operation.kind == "share":
+            of = self.requests.get(operation.of)
+            if of is None:
+                return False
+            prompt = [*of.prompt, *of.tokens][: operation.keep] + prompt
+        ids = range(operation.request, operation.request + count)
+        fits = 0 < len(prompt) <= self.trace.settings.context - operation.new_tokens
+        if not fits or operation.new_tokens < 1 or any(each in self.requests for each in ids):
+            return False
+        supports = self.target.supports
+        salt = operation.salt if "salt" in supports else None
+        seed = operation.seed if "sample" in supports else None
+        call = self.target.submit
+        try:
+            self.call(
+                call, operation.request, prompt, operation.new_tokens, salt=salt, seed=seed,
+                count=count,
+            )  # fmt: skip
+        except Refused:
+            self.counts["refused"] += count
+            return True
+        for choice, each in enumerate(ids):
+            own = None if seed is None else seed + choice
+            self.requests[each] = _Request(operation, prompt, own)
+        self.open.update(ids)
+        self.counts["requests"] += count
+        return True
+
+    def abort(self, request: int) -> bool:
+        found = self.requests.get(request)
+        if found is None:
+            return False
+        first, count = found.operation.request, max(1, found.operation.count)
+        ids = [each for each in range(first, first + count) if self.requests[each].is_open]
+        if not ids:
+            return False
+        self.call(self.target.abort, first, count)
+        for each in ids:
+            self.requests[each].is_aborted = True
+            self.counts["aborted"] += 1
+        self.open.difference_update(ids)
+        self.check()
+        return True
+
+    def step(self) -> int:
+        """Computes a step; returns how many tokens came."""
+        events = self.call(self.target.step)
+        self.counts["steps"] += 1
+        tokens = 0
+        for name, new in events.items():
+            request = self.requests.get(name)
+            if request is None:
+                raise _Found("surplus", f"got tokens {[*new]} of a request that was never made",
+                             name)  # fmt: skip
+            tokens += len(new)
+            if new:
+                request.tokens.extend(new)
+                request.shown_at = self.at
+            if len(request.tokens) > request.operation.new_tokens:
+                raise _Found(
+                    "surplus",
+                    f"expected {request.operation.new_tokens} tokens of request {name}, got "
+                    f"{request.tokens}",
+                    name,
+                )
+            if not request.is_open:
+                self.open.discard(name)
+        self.counts["tokens"] += tokens
+        self.check()
+        return tokens
+
+    def drain(self) -> None:
+        """Steps until every request has finished."""
+        idle = 0
+        while self.open:
+            idle = 0 if self.step() else idle + 1
+            if idle > _PATIENCE + sum(len(self.requests[each].prompt) for each in self.open):
+                name = min(self.open)
+                request = self.requests[name]
+                raise _Found(
+                    "lost",
+                    f"request {name} has {len(request.tokens)} of {request.operation.new_tokens} "
+                    f"tokens, and got none in {idle} steps",
+                    name,
+                )
+        self.check(is_idle=True)
+
+    def check(self, is_idle: bool = False) -> None:
+        if problem := self.call(self.target.check, is_idle):
+            raise _Found("invariant", problem)
+
+    def call(self, what: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        try:
+            return what(*args, **kwargs)
+        except Refused:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{where.filename.rsplit('/', 1)[-1]}:{where.lineno}"
+            text = str(error).strip().split("\n")[0]
+            raise _Found("crash", f"{type(error).__name__}: {text} ({place})") from error
+
+    def wrong_tokens(self) -> Failure | None:
+        """The failure of the request whose wrong token showed first."""
+        found: list[Failure] = []
+        reference = self.target.reference
+        served = {name: each for name, each in self.requests.items() if each.tokens}
+        for part in _parts(sorted(served, key=lambda name: len(served[name].prompt))):
+            texts = [[*served[name].prompt, *served[name].tokens[:-1]] for name in part]
+            for name, text, logits in zip(part, texts, reference.logits(texts), strict=True):
+                request = served[name]
+                if message := self.mismatch(reference, request, text, logits):
+                    found.append(
+                        Failure("tokens", f"request {name} {message}", request.shown_at, name)
+                    )
+        return min(found, key=lambda each: (each.operation, each.request), default=None)
+
+    def mismatch(
+        self, reference: Reference, request: _Request, text: list[int], logits: NDArray[np.float64]
+    ) -> str:
+        start = len(request.prompt) - 1
+        for step, token in enumerate(request.tokens):
+            row = logits[start + step]
+            expected = reference.choose(row, request.seed, step)
+            if token == expected:
+                continue
+            nudged = row.copy()
+            if 0 <= token < len(row):
+                nudged[token] += 2 * reference.rounding(text)
+                if reference.choose(nudged, request.seed, step) == token:
+                    self.counts["ties"] += 1
+                    continue
+            return (
+                f"(prompt of {len(request.prompt)}) expected token {expected} after "
+                f"{request.tokens[:step]}, got {token}"
+            )
+        return ""
+
+
+def _parts(names: list[int], size: int = 64) -> Iterable[list[int]]:
+    return (names[start : start + size] for start in range(0, len(names), size))

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import runpy
+
+import pytest
+
+from compiled_attn.testing.fuzz import Trace, run
+from compiled_attn.testing.fuzz.command import run_command
+from tests.compiled_attn.testing.fuzz import toy
+
+TOY = f"{toy.__name__}:Toy"
+
+
+class Broken(toy.Toy):
+    def decode(self, name):
+        return [(token + 1) % toy.VOCAB for token in super().decode(name)]
+
+
+class Kept(toy.Toy):
+    """Serves several traces; counts its engines."""
+
+    same_settings = 10
+    made = closed = 0
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        Kept.made += 1
+
+    def reset(self):
+        return not self.running
+
+    def close(self):
+        Kept.closed += 1
+
+
+def fuzz(*arguments: object) -> int:
+    return run_command([*map(str, arguments), "--size", "20"])
+
+
+def test_nothing_fails_in_a_correct_engine(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert fuzz("--target", TOY, "--requests", 100, "--json", report) == 0
+    found = json.loads(report.read_text())
+    assert found["counts"]["requests"] >= 100 and not found["failures"]
+    assert "0 failures" in capsys.readouterr().out
+
+
+def test_a_failure_is_written_as_a_script(tmp_path, capsys):
+    path, report = tmp_path / "failure.py", tmp_path / "report.json"
+    target = f"{__name__}:Broken"
+    assert fuzz("--target", target, "--script", path, "--json", report) == 1
+    trace = runpy.run_path(str(path))["TRACE"]
+    assert len(trace.operations) == 1 and run(trace, Broken(trace.settings))
+    (failure,) = json.loads(report.read_text())["failures"]
+    assert Trace.from_json(json.dumps(failure["trace"])) == trace
+    assert "1 failures" in capsys.readouterr().out
+    replayed = tmp_path / "trace.json"
+    replayed.write_text(trace.to_json())
+    assert fuzz("--target", target, "--replay", replayed) == 1
+    assert fuzz("--target", TOY, "--replay", replayed) == 0
+
+
+def test_runs_add_up(tmp_path):
+    total = tmp_path / "sum.json"
+    for _ in range(2):
+        assert fuzz("--target", TOY, "--steps", 30, "--sum", total) == 0
+    found = json.loads(total.read_text())
+    assert found["runs"] == 2 and found["counts"]["steps"] >= 60
+    assert found["next_seed"] == found["counts"]["traces"]
+    with pytest.raises(AssertionError):
+        assert fuzz("--target", "ours", "--steps", 1, "--sum", total) == 0
+
+
+def test_an_engine_is_kept_while_its_settings_stay():
+    assert fuzz("--target", f"{__name__}:Kept", "--requests", 300) == 0
+    assert Kept.made == Kept.closed == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--target", "mine"], "module:Class"),
+        (["--target", "no.such.module:Mine"], "no.such.module"),
+        (["--target", "json:loads"], "Target"),
+        (["--target", TOY, "--set", "gap"], "KEY=VALUE"),
+        (["--target", TOY, "--set", "gab=1"], "gab"),
+        (["--target", TOY, "--replay", "missing.json"], "missing.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, names, capsys):
+    assert fuzz(*arguments) == 2
+    error = capsys.readouterr().err
+    assert names in error and error.count("\n") == 1

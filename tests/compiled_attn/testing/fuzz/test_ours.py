@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from compiled_attn.testing.fuzz import Operation, Settings, Trace, generate, run
+from compiled_attn.testing.fuzz.ours import Ours
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_hundreds_of_requests_pass():
+    counts = Counter()
+    for seed in range(6):
+        trace = generate(seed, Ours, 35)
+        assert run(trace, Ours(trace.settings), counts) is None
+    assert counts["requests"] >= 200 and not counts["refused"]
+    happened = ("aborted", "preemptions", "evictions", "moves", "hits")
+    assert all(counts[name] for name in happened)
+
+
+def keep_blocks(target):
+    target.engine.pool.free = lambda name: None
+    return "invariant"
+
+
+def lose_events(target):
+    take = target.engine.take_events
+    target.engine.take_events = lambda: take()[1:]
+    return "lost"
+
+
+def forget_a_request(target):
+    finish = target.engine.scheduler.finish
+
+    def finish_two(sequence, **options):
+        finish(sequence, **options)
+        if target.engine.scheduler.waiting:
+            target.engine.scheduler.waiting.popleft()
+
+    target.engine.scheduler.finish = finish_two
+    return "lost"
+
+
+@pytest.mark.parametrize("plant", [keep_blocks, lose_events, forget_a_request])
+def test_a_planted_bug_is_found(plant):
+    for seed in range(20):
+        trace = generate(seed, Ours, 20)
+        target = Ours(trace.settings)
+        kind = plant(target)
+        if failure := run(trace, target):
+            assert failure.kind == kind
+            return
+    raise AssertionError("expected a failure")
+
+
+def test_options_of_the_engine_pass_through():
+    target = Ours(Settings(), kernel="portable")
+    assert target.engine.config.kernel == "portable"
+
+
+def test_impossible_requests_are_refused():
+    counts = Counter()
+    settings = Settings(context=8, num_blocks=2)
+    operation = Operation("submit", prompt=(1000,), new_tokens=1)
+    assert run(Trace(settings, (operation,)), Ours(settings), counts) is None
+    assert counts["refused"] == 1
