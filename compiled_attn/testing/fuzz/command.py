@@ -131,6 +131,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, metavar="M", help="stop after M minutes")
     add("--seed", type=int, default=0, metavar="S", help="seed of the first trace (default: 0)")
     add("--size", type=int, default=200, metavar="N", help="requests of a trace (default: 200)")
+    add(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="traces in a row on one engine, with the same settings (default: 1; vllm: 5)",
+    )
     add("--failures", type=int, default=1, metavar="N", help="stop after N failures (default: 1)")
     add(
         "--runs",
@@ -189,11 +195,12 @@ def _fuzz(options: argparse.Namespace) -> int:
 def _many(options: argparse.Namespace, maker: _Maker, found: _Fuzzed) -> None:
     started = shown = time.perf_counter()
     counts, limits = found.counts, {"requests": options.requests, "steps": options.steps}
+    keep = options.keep or maker.kind.same_settings
     if not any((options.requests, options.steps, options.minutes)):
         limits["requests"] = 1000
     while True:
         seed = found.start + counts["traces"]
-        settings = random_settings(Random(seed // maker.kind.same_settings), maker.kind)
+        settings = random_settings(Random(seed // keep), maker.kind)
         trace = generate(seed, maker.kind, options.size, settings)
         failure = maker.failure(trace, counts)
         counts["traces"] += 1
@@ -225,16 +232,19 @@ def _report(
         other = maker.failure(smaller)
         return other is not None and other.kind == failure.kind
 
-    small = shrink(trace, fails, options.runs)
-    failure = maker.failure(small) or failure
-    text = maker.script(small, failure)
+    if fails(trace):
+        trace = shrink(trace, fails, options.runs)
+        failure = maker.failure(trace) or failure
+    else:
+        print("it passes on an engine that served nothing before: not shrunk", file=sys.stderr)
+    text = maker.script(trace, failure)
     if options.script is None or found.failures:
         print(text)
     else:
         options.script.write_text(text)
         print(f"script: {options.script}", file=sys.stderr)
     found.failures.append(
-        {"seed": seed, "failure": str(failure), "trace": json.loads(small.to_json())}
+        {"seed": seed, "failure": str(failure), "trace": json.loads(trace.to_json())}
     )
 
 

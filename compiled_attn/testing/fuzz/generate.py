@@ -57,7 +57,7 @@ class _Generator:
         weights |= {"submit": 1.0, "again": rng.choice(_WEIGHTS)}
         allowed = supports | {"submit", "again", "share"}
         self.weights = {kind: weight for kind, weight in weights.items() if kind in allowed}
-        self.alphabet = rng.choice((1, 2, 4, 16))
+        self.alphabet = rng.choice((2, 16, 48, 48))
         self.stems = [self.tokens(settings.context) for _ in range(rng.choice((1, 2, 5)))]
         self.pace = rng.choice((0.3, 1.0, 3.0))  # steps by operation
         self.sampled = rng.choice((0.0, 0.2)) if "sample" in supports else 0.0

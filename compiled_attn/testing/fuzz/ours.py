@@ -111,6 +111,15 @@ class Ours(Target):
         return {"preemptions": stats.preemptions, "evictions": stats.evictions,
                 "moves": int(memory.get("defrag_moves", 0)), "hits": stats.hit_tokens}  # fmt: skip
 
+    def reset(self) -> bool:
+        """Empties the pool of an idle engine."""
+        is_idle = not (self.engine.has_work or self._later)
+        if is_idle:
+            self._names.clear()
+            self.engine.memory.reset()
+            self.engine.scheduler.restart(self.engine.pool, [])
+        return is_idle
+
 
 def choose(logits: NDArray[np.float64], seed: int | None, step: int) -> int:
     """The token of our sampler, whose random numbers depend on the seed and the step alone."""

@@ -76,12 +76,13 @@ def run(trace: Trace, target: Target, counts: Counter[str] | None = None) -> Fai
             "ties" and those of the target are added to it.
     """
     made = _Run(trace, target, Counter() if counts is None else counts)
+    before = target.counts()
     try:
         made.run()
     except _Found as found:
         return Failure(found.kind, str(found), made.at, found.request)
     finally:
-        made.counts.update(target.counts())
+        made.counts.update({name: n - before[name] for name, n in target.counts().items()})
     return made.wrong_tokens()
 
 

@@ -21,13 +21,14 @@ class Kept(toy.Toy):
     """Serves several traces; counts its engines."""
 
     same_settings = 10
-    made = closed = 0
+    made = closed = resets = 0
 
     def __init__(self, settings):
         super().__init__(settings)
         Kept.made += 1
 
     def reset(self):
+        self.resets += 1
         return not self.running
 
     def close(self):
@@ -75,6 +76,20 @@ def test_runs_add_up(tmp_path):
 def test_an_engine_is_kept_while_its_settings_stay():
     assert fuzz("--target", f"{__name__}:Kept", "--requests", 300) == 0
     assert Kept.made == Kept.closed == 2
+    assert fuzz("--target", f"{__name__}:Kept", "--requests", 300, "--keep", 100) == 0
+    assert Kept.made == Kept.closed == 3
+
+
+class OnlyKept(Kept):
+    """Fails in its second trace."""
+
+    def step(self):
+        return {99: [1]} if self.resets else super().step()
+
+
+def test_a_failure_of_a_kept_engine_may_need_what_it_served_before(capsys):
+    assert fuzz("--target", f"{__name__}:OnlyKept", "--requests", 300) == 1
+    assert "served nothing before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_hundreds_of_requests_pass():
     counts = Counter()
-    for seed in range(6):
-        trace = generate(seed, Ours, 35)
+    for seed in range(4):
+        trace = generate(seed, Ours, 50)
         assert run(trace, Ours(trace.settings), counts) is None
     assert counts["requests"] >= 200 and not counts["refused"]
     happened = ("aborted", "preemptions", "evictions", "moves", "hits")
@@ -63,6 +63,18 @@ def test_options_of_the_engine_pass_through():
 def test_impossible_requests_are_refused():
     counts = Counter()
     settings = Settings(context=8, num_blocks=2)
-    operation = Operation("submit", prompt=(1000,), new_tokens=1)
+    operation = Operation("submit", prompt=(5000,), new_tokens=1)
     assert run(Trace(settings, (operation,)), Ours(settings), counts) is None
     assert counts["refused"] == 1
+
+
+def test_a_reset_engine_has_an_empty_pool():
+    settings = Settings()
+    target = Ours(settings)
+    counts = [Counter(), Counter()]
+    trace = generate(1, Ours, 20, settings)
+    for each in counts:
+        assert run(trace, target, each) is None
+        assert target.reset()
+        assert target.engine.pool.stats().free == settings.num_blocks
+    assert counts[0] == counts[1] and counts[0]["hits"]
