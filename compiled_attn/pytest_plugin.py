@@ -1,7 +1,8 @@
-"""pytest plugin: limits how often a test may compile, asserts full graphs, tests capture backends.
+"""pytest plugin: limits how often a test may compile, asserts full graphs, runs conformance suites.
 
 `pytest --graphs-backend module:Backend` runs the conformance suite of
-:mod:`graphs.backends.conformance` on a backend: alone, or before the paths that are given.
+:mod:`graphs.backends.conformance` on a backend, `pytest --paged-attention module:op` that of
+:mod:`compiled_attn.testing.kit` on an op: alone, or before the paths that are given.
 
 Loaded automatically where the project is installed (entry point `pytest11`), else with `-p
 compiled_attn.pytest_plugin`. As it is then loaded for every project of that environment, it imports
@@ -113,7 +114,7 @@ class ForeignGraphsWarning(pytest.PytestWarning):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the conformance suite."""
+    """Add the options of the conformance suites."""
     group = parser.getgroup("graphs", "capture backends of graphs")
     group.addoption(
         "--graphs-backend",
@@ -125,6 +126,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--graphs-device",
         metavar="DEVICE",
         help="where the suite puts its tensors; default: the backend's `device`, else cpu",
+    )
+    group = parser.getgroup("paged attention", "kernels of compiled_attn.testing")
+    group.addoption(
+        "--paged-attention",
+        metavar="MODULE:OP",
+        help="run the conformance kit on a paged attention op that declares its capabilities",
+    )
+    group.addoption(
+        "--paged-attention-interface",
+        metavar="NAME",
+        help="its signature; default: by its parameters",
+    )
+    group.addoption(
+        "--paged-attention-device",
+        metavar="DEVICE",
+        help="where the kit puts its tensors; default: the device that the op declares",
     )
 
 
@@ -142,36 +159,66 @@ def pytest_configure(config: pytest.Config) -> None:
     _forget_package()  # if a conftest.py names the plugin, pytest calls only this hook
     if (path := foreign_graphs()) is not None:
         _warn(config, path)
-    if config.getoption("graphs_backend", None) is not None:
-        _add_suite(config, path)
+    for option, (package, *suite) in _SUITES.items():
+        if config.getoption(option, None) is not None:
+            _add_suite(config, path, option, package, *suite)
 
 
-def _add_suite(config: pytest.Config, foreign: str | None) -> None:
+# The package and the file of tests of each option.
+_SUITES = {
+    "graphs_backend": ("graphs", "backends", "conformance", "test_backend.py"),
+    "paged_attention": ("compiled_attn", "testing", "kit", "test_op.py"),
+}
+
+
+def _add_suite(
+    config: pytest.Config, foreign: str | None, option: str, package: str, *suite: str
+) -> None:
+    name = f"--{option.replace('_', '-')}"
     if foreign is not None:
-        raise pytest.UsageError(f"--graphs-backend: {shadowed(foreign)}")
-    spec = find_spec("graphs")
+        raise pytest.UsageError(f"{name}: {shadowed(foreign)}")
+    spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise pytest.UsageError("--graphs-backend: package graphs is not installed")
-    suite = Path(spec.origin).parent / "backends" / "conformance" / "test_backend.py"
+        raise pytest.UsageError(f"{name}: package {package} is not installed")
+    path = Path(spec.origin).parent.joinpath(*suite)
     is_given = config.args_source is pytest.Config.ArgsSource.ARGS
     if not hasattr(config, "workerinput"):  # pytest-xdist passes its arguments on
-        config.args[:] = [str(suite), *(config.args if is_given else ())]
-    # As `python -m pytest` does, for a backend in the current folder.
+        config.args[:] = [str(path), *(config.args if is_given else ())]
+    # As `python -m pytest` does, for a module in the current folder.
     if (here := str(config.invocation_params.dir)) not in sys.path:
         sys.path.insert(0, here)
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Look up the backend that the conformance suite is for, before any of its tests."""
-    backend = session.config.getoption("graphs_backend", None)
-    if backend is None:
-        return
-    from graphs.backends.conformance import load
+    """Look up what the conformance suites are for, before any of their tests."""
+    config = session.config
+    backend, op = (config.getoption(option, None) for option in _SUITES)
+    if backend is not None:
+        from graphs.backends.conformance import load
 
+        try:
+            load(backend, config.getoption("graphs_device"))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+    if op is not None:
+        _find_op(config, op)
+
+
+def _find_op(config: pytest.Config, op: str) -> None:
+    from compiled_attn.testing.kit.load import find
+    from graphs.cli.errors import UserError
+
+    device = config.getoption("paged_attention_device")
+    changes = None if device is None else {"device": device}
     try:
-        load(backend, session.config.getoption("graphs_device"))
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
+        found = find(op, config.getoption("paged_attention_interface"), changes)
+    except (ValueError, UserError) as error:
+        raise pytest.UsageError(f"--paged-attention {op}: {error}") from error
+    config.stash[SUBJECT] = found
+
+
+SUBJECT = pytest.StashKey[Any]()
+"""The op that `--paged-attention` names, as a `compiled_attn.testing.kit.Subject`."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

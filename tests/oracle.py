@@ -1,4 +1,4 @@
-"""What all attention tests compare with: dense attention of one request under a bias, in float64.
+"""What all attention tests compare with: the dense attention of `compiled_attn.testing.dense`.
 
 A `Scene` is a step of random requests over a paged cache whose every unused slot is poisoned, its
 scales too. It is written independently of the library: no blocks, no buckets, no partial sums.
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from compiled_attn import Request
+from compiled_attn.testing.dense import LARGEST, attend, dense, distances, position_bias, store
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""The largest number that an element of each quantised dtype can be."""
+__all__ = [
+    "LARGEST", "Scene", "Shape", "attend", "dense", "distances", "position_bias", "store",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,79 +41,6 @@ class Shape:
     def stored(self) -> torch.dtype:
         """Element type of the caches."""
         return self.cache_dtype or self.dtype
-
-
-def store(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return rows ``[..., D]`` as a cache of that dtype stores them, their scales, and as read."""
-    if dtype not in LARGEST:
-        return rows.to(dtype), None, rows.to(dtype)
-    scale = rows.float().abs().amax(-1) / LARGEST[dtype]
-    scale = torch.where(scale == 0, 1.0, scale)  # zeros, in whatever scale
-    scaled = rows.float() / scale[..., None]
-    stored = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
-    return stored, scale, stored.float() * scale[..., None]
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:
-    """q ``[n, H, D]``, k, v ``[L, Hk, D]``, bias ``[H, n, L]`` or without H -> out, lse ``[n, H]``.
-
-    Computed in ``dtype``: float64 is the truth, another one what eager attention makes of it.
-    """
-    group = query.shape[1] // key.shape[1]
-    query, key, value = (each.to(dtype) for each in (query, key, value))
-    key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-    scores = torch.einsum("nhd,lhd->hnl", query * scale, key)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias.to(dtype)
-    if sinks is not None:
-        sink = sinks.to(dtype)[:, None, None].expand(-1, len(query), 1)
-        scores = torch.cat([scores, sink], -1)
-    sees_nothing = scores.isneginf().all(-1, keepdim=True)
-    weights = scores.softmax(-1).masked_fill(sees_nothing, 0)[..., : len(key)]
-    return torch.einsum("hnl,lhd->nhd", weights, value), scores.logsumexp(-1).T
-
-
-def distances(rows: int, length: int) -> Tensor:
-    """Key position minus query position ``[rows, length]`` of the last rows of a sequence."""
-    return torch.arange(length) - torch.arange(length - rows, length).unsqueeze(1)
-
-
-def position_bias(
-    away: Tensor, left: int | None, right: int | None, slopes: Tensor | None = None
-) -> Tensor:
-    """A bias of `distances`: visible keys to the left and right (None: all), and ALiBi."""
-    bias = torch.zeros(away.shape, dtype=torch.float64)
-    if left is not None:
-        bias = bias.masked_fill(away < -left, -math.inf)
-    if right is not None:
-        bias = bias.masked_fill(away > right, -math.inf)
-    return bias if slopes is None else bias + slopes.double()[:, None, None] * away
-
-
-def dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sliding_window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last rows; ``options`` and results: see `attend`."""
-    left = None if sliding_window is None else sliding_window - 1
-    bias = position_bias(distances(len(query), len(key)), left, 0, alibi_slopes)
-    return attend(query, key, value, bias, scale=query.shape[-1] ** -0.5, **options)
 
 
 class Scene:

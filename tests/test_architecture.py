@@ -82,6 +82,7 @@ def test_only_modules_of_extras_import_third_parties():
               "compiled_attn.planner", "compiled_attn.ops.triton", "compiled_attn.ranks",
               "graphs.backends.onnx", "compiled_attn.contrib",
               "graphs.backends.conformance.test_backend", "compiled_attn.pytest_plugin",
+              "compiled_attn.testing.kit.command", "compiled_attn.testing.kit.test_op",
               "graphs.__main__")  # fmt: skip
     found = {
         name: {each.split(".")[0] for each in _imports(ast.parse(path.read_text()).body)} - allowed

@@ -11,10 +11,16 @@ from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
     from compiled_attn.testing.capabilities import FEATURES, Capabilities, CapabilityError
+    from compiled_attn.testing.kit.interface import Interface
+    from compiled_attn.testing.kit.report import Report
+    from compiled_attn.testing.kit.run import check
 else:
     _NAMES = {
         "capabilities": "FEATURES Capabilities CapabilityError",
+        "kit.interface": "Interface",
+        "kit.report": "Report",
+        "kit.run": "check",
     }
     __getattr__, __dir__ = lazy_names(__name__, _NAMES)
 
-__all__ = ["FEATURES", "Capabilities", "CapabilityError"]
+__all__ = ["FEATURES", "Capabilities", "CapabilityError", "Interface", "Report", "check"]

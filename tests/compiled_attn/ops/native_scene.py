@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
+from compiled_attn.cache.quantisation import QUANTISED, quantise
 from compiled_attn.ops.call import PagedCall
-from tests.oracle import attend, distances, position_bias
+from compiled_attn.testing import reference
 
 FLOAT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of an output, with values of about 1: some units in the last place."""
@@ -55,13 +55,6 @@ class Scene:
             step = self.block_table[own], self.seq_lens[own], torch.tensor([0, end - first]).int()
             query, caches = self.query[first:end], (self.key_cache, self.value_cache)
             yield slice(first, end), (query, *caches, *step, self.scale)
-
-    def rows(self, request: int, which: str = "key") -> Tensor:
-        """The keys or values of a request, ``[seq_len, Hk, D]`` in float64."""
-        cache, scale = getattr(self, f"{which}_cache"), self.options.get(f"{which}_scale")
-        position, size = torch.arange(int(self.seq_lens[request])), cache.shape[1]
-        at = self.block_table[request, position // size].long(), position % size
-        return (cache[at] if scale is None else dequantise(cache[at], scale[at])).double()
 
 
 def scene(
@@ -140,22 +133,7 @@ def _laid_out(cache: Tensor, layout: str) -> Tensor:
 
 def dense(step: Scene) -> tuple[Tensor, Tensor]:
     """Returns the exact results of `paged_attention`, in float64."""
-    options = step.options
-    window, slopes, sinks = (options.get(name) for name in ("window", "alibi_slopes", "sinks"))
-    left, right = window and window - 1, 0 if options.get("causal", True) else None
-    tokens, heads, _ = step.query.shape
-    out = torch.zeros(tokens, heads, step.value_cache.shape[3], dtype=torch.float64)
-    lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64)
-    if sinks is not None:
-        lse[:] = sinks
-    for request, length in enumerate(step.seq_lens.tolist()):
-        begin, end = step.query_start_loc[request : request + 2].tolist()
-        bias = position_bias(distances(end - begin, length), left, right, slopes)
-        out[begin:end], lse[begin:end] = attend(
-            step.query[begin:end], step.rows(request), step.rows(request, "value"), bias,
-            scale=step.scale, softcap=options.get("softcap"), sinks=sinks,
-        )  # fmt: skip
-    return out, lse
+    return reference.paged_attention(*step.arguments, **step.options)
 
 
 def assert_right(result: tuple[Tensor, Tensor], step: Scene, *, factor: float = 1.0) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracle import attend, distances, position_bias
+from compiled_attn.testing.reference import flash_attn_with_kvcache
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -97,57 +97,13 @@ class Case:
 
     def expected(self, low: bool = False) -> tuple[Tensor, Tensor]:
         """Out and lse in float64; ``low``: by plain attention in the working dtype."""
-        pairs = [self._row(b, low) for b in range(self.batch)]
-        return torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
+        caches = {name: self.args[name].clone() for name in ("k_cache", "v_cache")}
+        dtype = self.dtype if low else torch.float64
+        return flash_attn_with_kvcache(**self.args | caches, dtype=dtype)
 
     def append_expected(self) -> None:
         """Writes the new tokens as the call should, row by row."""
-        for b, length in enumerate(self.lengths or []):
-            t = length + torch.arange(self.new or 0)
-            if len(t):
-                at = self.cell(b, t)
-                self.k_cache[at] = self._rotated(self.args["k"][b], t).to(self.dtype)
-                self.v_cache[at] = self.args["v"][b]
-
-    def _row(self, b: int, low: bool) -> tuple[Tensor, Tensor]:
-        assert self.lengths is not None
-        new, length = self.new or 0, self.lengths[b]
-        at = self.cell(b, torch.arange(self.pads[b], length + new))
-        key, value = self.k_cache[at], self.v_cache[at]
-        if new:
-            turned = self._rotated(self.args["k"][b], length + torch.arange(new)).to(self.dtype)
-            cached = max(length - self.pads[b], 0)
-            skipped = new - (len(key) - cached)
-            key = torch.cat([key[:cached], turned[skipped:]])
-            value = torch.cat([value[:cached], self.args["v"][b, skipped:]])
-        by_position = self.causal or self.window != (-1, -1)
-        query = self._rotated(
-            self.args["q"][b], length + torch.arange(self.queries) * by_position
-        ).to(self.dtype)
-        left, right = (None if side < 0 else side for side in self.window)
-        away = distances(self.queries, len(key))
-        bias = position_bias(away, left, 0 if self.causal else right)
-        slopes = self.args.get("alibi_slopes")
-        if slopes is not None:
-            slopes = slopes if slopes.dim() == 1 else slopes[b]
-            bias = bias - slopes.double()[:, None, None] * away.abs()
-        scale = self.dim**-0.5 if self.scale is None else self.scale
-        dtype = self.dtype if low else torch.float64
-        options: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "dtype": dtype}
-        out, lse = attend(query, key, value, bias, **options)
-        return out, lse.T
-
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Tokens ``[n, h, D]`` rotated in float64."""
-        x = x.double().clone()
-        half = self.rotary // 2
-        for pair in range(half):
-            one, two = (2 * pair, 2 * pair + 1) if self.interleaved else (pair, pair + half)
-            cos = self.args["rotary_cos"][positions, pair].double().unsqueeze(1)
-            sin = self.args["rotary_sin"][positions, pair].double().unsqueeze(1)
-            x1, x2 = x[..., one].clone(), x[..., two].clone()
-            x[..., one], x[..., two] = x1 * cos - x2 * sin, x1 * sin + x2 * cos
-        return x
+        flash_attn_with_kvcache(**self.args)
 
     def _table(self, rows: int, totals: list[int]) -> Tensor:
         assert self.page_size is not None

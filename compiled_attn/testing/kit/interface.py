@@ -1,0 +1,110 @@
+"""What an interface is to the kit, and how one is found for a callable."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from compiled_attn.testing.capabilities import Capabilities, CapabilityError, unknown_feature
+from compiled_attn.testing.kit.step import Step
+
+__all__ = ["Arguments", "Interface", "lacks", "parameters_of"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+class Interface(ABC):
+    """One signature: turns the fields of a scene into a call, and results into rows.
+
+    A new interface is one class in one file: derive it, fill in the attributes and the three
+    functions, and pass the class as ``interface=``. ``arguments`` and ``results`` are static, use
+    torch alone and import what else they need inside, since a script of a failing case contains
+    them as they are.
+
+    Attributes:
+        name: what ``--interface`` calls it.
+        rows: query rows of a request: "any", "equal" (as many for each) or "one".
+        features: names in `compiled_attn.testing.FEATURES` that the signature can express.
+        parameters: those that identify it.
+        keywords: the parameter that a feature needs.
+        outputs: number of leading arguments that are written and not read.
+        appends: whether a call writes new keys and values: "never", "always" or "optional".
+        reference: computes the same call in float64, and in ``dtype``; writes what it should.
+    """
+
+    name: ClassVar[str]
+    rows: ClassVar[Literal["any", "equal", "one"]] = "any"
+    features: ClassVar[frozenset[str]]
+    parameters: ClassVar[tuple[str, ...]]
+    keywords: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    outputs: ClassVar[int] = 0
+    appends: ClassVar[Literal["never", "always", "optional"]] = "never"
+    reference: ClassVar[Callable[..., Any]]
+
+    @staticmethod
+    @abstractmethod
+    def arguments(s: SimpleNamespace) -> Arguments:
+        """Returns the arguments for the fields of a scene, see `Scene`; may be views of them."""
+
+    @staticmethod
+    @abstractmethod
+    def results(returned: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+        """Returns out ``[T, H, Dv]`` and lse ``[T, H]`` or None from what a call returned."""
+
+    @classmethod
+    def why_not(cls, step: Step) -> str | None:
+        """Returns why the signature cannot express a step, or None."""
+        return None
+
+    @classmethod
+    def matches(cls, parameters: list[str]) -> bool:
+        """Whether a callable with these parameters has the interface."""
+        return {*cls.parameters} <= {*parameters}
+
+    @classmethod
+    def check_claims(cls, claims: Capabilities, parameters: list[str] | None) -> None:
+        """Checks that the signature can express all claims.
+
+        Raises:
+            CapabilityError: it cannot, or the callable lacks the parameter.
+        """
+        for feature in sorted(claims.features):
+            if feature not in cls.features:
+                where = f" for interface {cls.name!r}"
+                raise unknown_feature(feature, sorted(cls.features), where)
+            keyword = cls.keywords.get(feature)
+            if keyword and parameters is not None and lacks(parameters, keyword):
+                raise CapabilityError(
+                    f"capability {feature!r} needs a parameter {keyword!r}, got "
+                    f"({', '.join(parameters)}): add it, or drop the claim"
+                )
+
+
+def lacks(parameters: list[str], keyword: str) -> bool:
+    """Whether a callable with these parameters does not take a keyword."""
+    return keyword not in parameters and not any(each.startswith("**") for each in parameters)
+
+
+def parameters_of(op: Callable[..., Any]) -> list[str] | None:
+    """Returns the names of parameters, with the stars of ``*name`` and ``**name``; None: it takes
+    anything, or does not say.
+    """
+    schema = getattr(getattr(op, "default", op), "_schema", None)
+    if schema is not None:  # an op of torch.ops
+        return [each.name for each in schema.arguments]
+    forward = getattr(op, "forward", None)  # of a module
+    try:
+        parameters = inspect.signature(forward or op).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    names = [f"{_STARS.get(each.kind, '')}{each.name}" for each in parameters]
+    return None if all(each.startswith("*") for each in names) else names
+
+
+_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}

@@ -1,0 +1,38 @@
+"""Finds the op that a command line names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compiled_attn.testing.capabilities import CapabilityError
+from compiled_attn.testing.kit.subject import Subject
+from graphs.installation import install_command
+
+__all__ = ["find"]
+
+
+def find(
+    op: str, interface: str | None = None, changes: Mapping[str, Any] | None = None
+) -> Subject:
+    """Returns the subject of ``module:name`` or ``file.py:name``.
+
+    Args:
+        op: names a callable; ``name()`` is the result of calling it.
+        interface: name of its interface; None: by its parameters.
+        changes: fields of `Capabilities` instead of the declared ones.
+
+    Raises:
+        CapabilityError: it cannot be imported, or as `Subject.of`.
+        UserError: the same, of a module that fails.
+    """
+    try:
+        from graphs.cli.target import load_target
+    except ImportError as error:
+        raise CapabilityError(f"this needs {error.name}: {install_command('cli')}") from error
+    target = load_target(op)
+    source, _, name = op.rpartition(":")
+    if source.endswith(".py"):
+        source = str(Path(source).resolve())
+    return Subject.of(target.callable, None, interface, f"{source}:{name}", changes, target.module)

@@ -1,0 +1,117 @@
+"""Runs the cases of the kit on an op."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from compiled_attn.testing.capabilities import Capabilities, CapabilityError
+from compiled_attn.testing.kit.cases import CASES, Case, Plan
+from compiled_attn.testing.kit.interface import Interface
+from compiled_attn.testing.kit.report import Report
+from compiled_attn.testing.kit.result import Result
+from compiled_attn.testing.kit.shrink import shrink
+from compiled_attn.testing.kit.step import Step
+from compiled_attn.testing.kit.subject import Subject
+from compiled_attn.testing.kit.trial import Measured, Mismatch
+from graphs.errors import quoted
+
+__all__ = ["check", "run_case", "run_cases", "select", "steps_of"]
+
+
+def check(
+    op: Callable[..., Any],
+    capabilities: Capabilities | Mapping[str, Any] | None = None,
+    interface: str | type[Interface] | None = None,
+    seed: int = 0,
+    cases: Collection[str] | None = None,
+) -> Report:
+    """Tests a paged attention op on all that it claims.
+
+    An op that raises, or returns the wrong shape, fails the case; the run goes on.
+
+    Args:
+        op: a callable with one of the known signatures.
+        capabilities: what it claims, or a dict of the arguments of `Capabilities`; None: its
+            attribute ``capabilities``, or ``CAPABILITIES`` of its module.
+        interface: a name in `INTERFACES`, or an `Interface` class; None: by the parameters.
+        seed: of all steps.
+        cases: parts of the names of cases; None: all.
+
+    Returns:
+        a report; ``report.ok`` says whether all cases passed, ``print(report)`` shows the table,
+        ``report.script`` is a script of the smallest failing case.
+
+    Raises:
+        CapabilityError: (a ValueError) bad input, before anything ran; see `Subject.of`.
+    """
+    return run_cases(Subject.of(op, capabilities, interface), seed, select(cases))
+
+
+def select(parts: Collection[str] | None) -> list[Case]:
+    """Returns the cases whose names contain one of the parts.
+
+    Raises:
+        CapabilityError: a part is in no name.
+    """
+    for part in parts or ():
+        if not any(part in each.name for each in CASES):
+            known = ", ".join(each.name for each in CASES)
+            raise CapabilityError(f"no case has {quoted(part)} in its name; there are {known}")
+    return [each for each in CASES if not parts or any(part in each.name for part in parts)]
+
+
+def run_cases(subject: Subject, seed: int = 0, cases: Collection[Case] = tuple(CASES)) -> Report:
+    """Runs cases; the first that fails is shrunk."""
+    results: list[Result] = []
+    for case in cases:
+        may_shrink = not any(each.status == "failed" for each in results)
+        results.append(run_case(subject, case, seed, may_shrink=may_shrink))
+    return Report(subject, seed, tuple(results))
+
+
+def run_case(subject: Subject, case: Case, seed: int = 0, *, may_shrink: bool = True) -> Result:
+    """Runs one case for all sizes that are claimed, up to the first failure."""
+    missing = sorted(case.needs - subject.claims.features)
+    if missing:
+        return Result(case, "not claimed", f"not claimed: {', '.join(missing)}")
+    measured, count, start = Measured(), 0, time.perf_counter()
+    for step in steps_of(subject, case, seed):
+        count += 1
+        try:
+            measured = measured.or_worse(case.check(subject.trial, step))
+        except Mismatch as error:
+            found, message = step, str(error)
+            if may_shrink:
+                found, message = shrink(subject, case, step, message)
+            return Result(
+                case, "failed", message, measured, count, time.perf_counter() - start, found
+            )
+    seconds = time.perf_counter() - start
+    if not count:
+        why = f"nothing to test for interface {subject.interface.name}"
+        return Result(case, "not claimed", why)
+    return Result(case, "passed", measured.note, measured, count, seconds)
+
+
+def steps_of(subject: Subject, case: Case, seed: int = 0) -> Iterator[Step]:
+    """Yields the steps of a case, those that the interface cannot express left out."""
+    claims, interface = subject.claims, subject.interface
+    axes = claims.dtypes, claims.head_dims, claims.block_sizes, claims.groups
+    if case.sizes == "every":
+        sizes = itertools.product(*axes)
+    else:
+        most = max(map(len, axes)) if case.sizes == "each" else 1
+        sizes = zip(*(itertools.islice(itertools.cycle(axis), most) for axis in axes), strict=True)
+    numbers = itertools.count(1000 * seed)
+    for dtype, head_dim, block_size, group in sizes:
+        base = Step(
+            (), dtype=dtype, head_dim=head_dim, block_size=block_size, heads=2 * group,
+            append=interface.appends == "always",
+        )  # fmt: skip
+        for step in case.steps(Plan(claims, interface, base)):
+            step = step.but(seed=next(numbers))
+            if not interface.why_not(step):
+                yield step

@@ -1,0 +1,201 @@
+"""Tensors of a step, with the expressions that make them again in a script."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from compiled_attn.testing.kit.step import QUANTISED, Step
+from compiled_attn.testing.kit.tensors import filled, ints, normal, padded, uniform, widened
+
+__all__ = ["Expression", "Scene"]
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A call of a function of `compiled_attn.testing.kit.tensors`, which prints as Python.
+
+    Attributes:
+        function: makes the tensor on the CPU.
+        arguments: its arguments, among them other expressions.
+        wide: axis along which the tensor is a part of a larger one, or None.
+    """
+
+    function: Callable[..., torch.Tensor]
+    arguments: tuple[Any, ...]
+    wide: int | None = None
+
+    def make(self, device: str = "cpu") -> torch.Tensor:
+        """Returns a new tensor."""
+        values = [each.make() if isinstance(each, Expression) else each for each in self.arguments]
+        tensor = self.function(*values).to(device)
+        return tensor if self.wide is None else widened(tensor, self.wide)
+
+    def text(self, device: str = "cpu") -> str:
+        """Python that makes the tensor."""
+        text = f"{self.function.__name__}({', '.join(map(repr, self.arguments))})"
+        text = text if device == "cpu" else f"{text}.to({device!r})"
+        return text if self.wide is None else f"widened({text}, {self.wide})"
+
+    def __repr__(self) -> str:
+        """As `text` for the CPU."""
+        return self.text()
+
+
+class Scene:
+    """The fields of a step, independent of interfaces; an interface makes its arguments of them.
+
+    Args:
+        step: sizes and features.
+        uniform_rows: whether padded requests have as many query rows as the others; else none.
+
+    Attributes:
+        fields: by name, expressions or plain values. T query rows, R requests:
+            query ``[T, H, D]``; key, value ``[T, Hk, D]`` of the query rows; key_cache, value_cache
+            ``[num_blocks, block_size, Hk, D]``; key_scale, value_scale ``[num_blocks, block_size,
+            Hk]`` or None, k_scale, v_scale: one for all; block_table ``[R, W]``; seq_lens ``[R]``;
+            starts ``[R + 1]`` first rows; slots ``[T]``; slopes, sinks ``[H]``; cos, sin
+            ``[capacity, rotary / 2]``; projection ``[H, value_dim, value_dim]`` of latents;
+            and numbers.
+        real: query rows that belong to a request.
+        owned: for each request the (block, slot) pairs of its keys.
+    """
+
+    def __init__(self, step: Step, uniform_rows: bool = False) -> None:
+        self.step = step
+        rows = step.requests[0][0] if uniform_rows and step.requests else 0
+        self.sizes = [*step.requests, *[(rows, 0)] * step.padded_requests]
+        self.tables, self.num_blocks = self._tables()
+        self.owned = [
+            [(table[at // step.block_size], at % step.block_size) for at in range(keys)]
+            for table, (_, keys) in zip(self.tables, self.sizes, strict=True)
+        ]
+        self.real = [*range(sum(rows for rows, _ in step.requests))]
+        self.tokens = sum(rows for rows, _ in self.sizes) + step.padding
+        self.fields = self._fields()
+
+    def make(self, device: str = "cpu") -> SimpleNamespace:
+        """Returns new tensors and the plain values by name."""
+        return SimpleNamespace(
+            **{
+                name: value.make(device) if isinstance(value, Expression) else value
+                for name, value in self.fields.items()
+            }
+        )
+
+    def rows_of(self, request: int) -> range:
+        """Query rows of a request."""
+        start = sum(rows for rows, _ in self.sizes[:request])
+        return range(start, start + self.sizes[request][0])
+
+    def _tables(self) -> tuple[list[list[int]], int]:
+        """Block ids in any order, the largest one in use; unused entries are stale ids."""
+        s, rng = self.step, random.Random(self.step.seed)
+        num_blocks = 3 + len(self.sizes) * s.width
+        free = rng.sample(range(1, num_blocks), num_blocks - 1)
+        largest = free.index(num_blocks - 1)
+        free[largest], free[-1] = free[-1], free[largest]
+        prefix = [free.pop() for _ in range(s.shared)]
+        tables = []
+        for rows, keys in self.sizes:
+            fits = keys - rows >= s.shared * s.block_size
+            table = [*prefix] if fits else []
+            table += [free.pop() for _ in range(s.blocks_of(keys) - len(table))]
+            tables.append(table)
+        stale = free or [0]
+        return [table + rng.choices(stale, k=s.width - len(table)) for table in tables], num_blocks
+
+    def _fields(self) -> dict[str, Any]:
+        s, tokens = self.step, self.tokens
+        value_dim = s.value_dim or s.head_dim
+        random_slots = [0] * tokens
+        for request, (rows, keys) in enumerate(self.sizes):
+            for row, position in zip(self.rows_of(request), range(keys - rows, keys), strict=True):
+                if position >= 0:
+                    block, slot = self.owned[request][position]
+                    random_slots[row] = block * s.block_size + slot
+        starts = [0]
+        for rows, _ in self.sizes:
+            starts.append(starts[-1] + rows)
+        fields: dict[str, Any] = {
+            "causal": s.causal, "window": s.window, "softcap": s.softcap,
+            "append": s.append, "lse": s.lse,
+            "scale": s.head_dim**-0.5 if s.scale is None else s.scale, "cache_dtype": s.cache,
+            "block_size": s.block_size, "capacity": s.capacity, "latent": s.latent,
+            "strided": s.strided, "counts": [rows for rows, _ in self.sizes],
+            "query": self._rows(1, s.heads, s.head_dim, s.spread),
+            "key": self._rows(2, s.kv_heads, s.head_dim),
+            "value": None if s.latent else self._rows(3, s.kv_heads, value_dim),
+            "key_cache": self._cache(4, s.head_dim, 1.0),
+            "value_cache": None if s.latent else self._cache(5, value_dim, 1.0),
+            "key_scale": self._scales(6, 1.0), "value_scale": self._scales(7, 1.5),
+            "k_scale": 0.03, "v_scale": 0.05,
+            "block_table": Expression(ints, (self.tables, s.index), self._wide(1)),
+            "seq_lens": Expression(ints, ([keys for _, keys in self.sizes], s.index)),
+            "starts": Expression(ints, (starts, torch.int32)),
+            "slots": Expression(ints, (random_slots, torch.int64)),
+            "slopes": Expression(uniform, (self._seed(8), (s.heads,), 0.05, 0.8)) if s.alibi else
+            None,
+            "sinks": Expression(uniform, (self._seed(9), (s.heads,), -1.0, 3.0)) if s.sinks else
+            None,
+            "cos": None, "sin": None, "projection": None,
+        }  # fmt: skip
+        if s.latent:
+            shape = (s.heads, value_dim, value_dim)
+            fields["projection"] = Expression(normal, (self._seed(10), shape, s.dtype, 0.3))
+        if s.rotary:
+            shape = (s.capacity, s.rotary // 2)
+            for name, seed in (("cos", 11), ("sin", 12)):
+                fields[name] = Expression(normal, (self._seed(seed), shape, s.dtype, 0.7))
+        return fields
+
+    def _seed(self, which: int) -> int:
+        return 100 * self.step.seed + which
+
+    def _wide(self, axis: int) -> int | None:
+        return axis if self.step.strided else None
+
+    def _rows(self, which: int, heads: int, dim: int, spread: float = 1.0) -> Expression:
+        """Query rows, those of padding poisoned."""
+        s = self.step
+        real = len(self.real)
+        rows: tuple[Any, ...] = (self._seed(which), (real, heads, dim), s.dtype, spread)
+        if self.tokens == real:
+            return Expression(normal, rows, self._wide(1))
+        return Expression(padded, (Expression(normal, rows), self.tokens), self._wide(1))
+
+    def _cache(self, which: int, dim: int, spread: float) -> Expression:
+        """Owned slots are random; with ``append`` those that the call writes are not owned yet."""
+        s = self.step
+        dtype = QUANTISED[s.cache] if s.cache else s.dtype
+        owned = self._held()
+        shape = (self.num_blocks, s.block_size, s.kv_heads, dim)
+        size = {"int8": 40.0, "fp8_e4m3": 30.0}.get(s.cache or "", 20.0) if s.cache else spread
+        rows = Expression(normal, (self._seed(which), (len(owned), *shape[2:]), dtype, size))
+        at = [block for block, _ in owned], [slot for _, slot in owned]
+        return Expression(filled, (shape, s.unowned, at, rows), self._wide(2))
+
+    def _scales(self, which: int, factor: float) -> Expression | None:
+        s = self.step
+        if s.cache is None:
+            return None
+        owned, shape = self._held(), (self.num_blocks, s.block_size, s.kv_heads)
+        limits = 0.02 * factor, 0.06 * factor
+        rows = Expression(uniform, (self._seed(which), (len(owned), s.kv_heads), *limits))
+        at = [block for block, _ in owned], [slot for _, slot in owned]
+        return Expression(filled, (shape, s.unowned, at, rows), self._wide(2))
+
+    def _held(self) -> list[tuple[int, int]]:
+        """Slots that hold a token before the call."""
+        held: dict[tuple[int, int], None] = {}
+        for slots, (rows, _) in zip(self.owned, self.sizes, strict=True):
+            held.update(dict.fromkeys(slots[: len(slots) - rows * self.step.append]))
+        return sorted(held)
+
+    def __str__(self) -> str:
+        return str(self.step)

@@ -1,0 +1,249 @@
+"""Calls an op on the tensors of a step, and compares what it returns and writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_attn.arguments import overlap
+from compiled_attn.testing.capabilities import CapabilityError
+from compiled_attn.testing.kit.interface import Interface
+from compiled_attn.testing.kit.scene import Scene
+from compiled_attn.testing.kit.step import Step
+from compiled_attn.testing.kit.tensors import bits, tensors_in
+from graphs.errors import clipped
+
+__all__ = [
+    "MULTIPLE",
+    "ROUNDINGS",
+    "Call",
+    "Measured",
+    "Mismatch",
+    "Trial",
+    "difference",
+    "raised",
+    "restore",
+    "tolerance",
+]
+
+MULTIPLE = 2.0
+"""How many times the error of plain torch in the op's dtype is allowed."""
+
+ROUNDINGS = 64
+"""Roundings of the accumulator that are allowed besides."""
+
+
+class Mismatch(Exception):
+    """An op does not do what its interface says; the message is one line."""
+
+
+class Measured(NamedTuple):
+    """Error and tolerance of a case: the largest absolute ones; and what a reader should know."""
+
+    error: float = 0.0
+    allowed: float = 0.0
+    note: str = ""
+
+    def or_worse(self, other: Measured) -> Measured:
+        """Returns the one whose error is the larger part of its tolerance."""
+        mine, theirs = (x.error / x.allowed if x.allowed else 0.0 for x in (self, other))
+        worse = other if theirs > mine or not self.allowed else self
+        return worse._replace(note=self.note or other.note)
+
+
+def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype) -> float:
+    """Returns the largest allowed error of float64 results ``want``.
+
+    ``2 * max|low - want|``, where ``low`` is what plain torch computes in the op's dtype, as in
+    FlashAttention's tests, plus a rounding of the result to that dtype and `ROUNDINGS` of the
+    float32 accumulator (float64 for float64).
+    """
+    finite = want.isfinite() & low.isfinite()
+    error = (low.double() - want)[finite].abs().max().item() if bool(finite.any()) else 0.0
+    size = want[finite].abs().max().item() if bool(finite.any()) else 0.0
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rest = ROUNDINGS * torch.finfo(wide).eps * max(size, 1.0)
+    return MULTIPLE * error + torch.finfo(dtype).eps * size + rest
+
+
+def difference(got: Tensor, want: Tensor, allowed: float, what: str) -> str | None:
+    """Returns where the results of rows ``[n, H, ..]`` differ most, or None."""
+    got = got.double().cpu()
+    unlike = (got.isneginf() != want.isneginf()) | got.isnan() | got.isposinf()
+    error = torch.where(unlike, math.inf, (got - want).nan_to_num(0.0).abs())
+    sees_nothing = (want == 0).flatten(2).all(-1) if want.dim() == 3 else None
+    if sees_nothing is not None and bool(got[sees_nothing].any()):
+        row = int(sees_nothing.nonzero()[0, 0])
+        return f"{what}[{row}] sees no key: expected zeros, got {got[row].abs().max():.4g}"
+    if not error.numel() or error.max() <= allowed:
+        return None
+    at = tuple(int(x) for x in torch.unravel_index(error.argmax(), error.shape))
+    wrong = sorted({int(row) for row in (error > allowed).nonzero()[:, 0]})
+    place = ", ".join(map(str, at))
+    return (
+        f"{what}[{place}]: expected {want[at]:.6g}, got {got[at]:.6g}, allowed error "
+        f"{allowed:.3g}; wrong rows {wrong[:8]} of {len(want)}"
+    )
+
+
+def restore(saved: list[Tensor], *values: Any) -> None:
+    """Puts back the memory that `bits` copied."""
+    storages = {each.untyped_storage().data_ptr(): each for each in tensors_in(values)}
+    for each, old in zip(storages.values(), saved, strict=True):
+        memory = torch.empty(0, dtype=torch.uint8, device=each.device)
+        memory.set_(each.untyped_storage()).copy_(old)  # type: ignore[call-overload]
+
+
+class Call(NamedTuple):
+    """A step as a call: its scene, the fields it was made of, and the arguments."""
+
+    scene: Scene
+    fields: SimpleNamespace
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return self.args, self.kwargs
+
+
+class Trial(NamedTuple):
+    """An op under test.
+
+    Attributes:
+        op: the callable.
+        interface: its signature.
+        device: of all tensors.
+    """
+
+    op: Callable[..., Any]
+    interface: type[Interface]
+    device: str = "cpu"
+
+    def call(
+        self, step: Step, change: Callable[[Scene, SimpleNamespace], None] | None = None
+    ) -> Call:
+        """Returns the call of a step; ``change`` may write to its fields first."""
+        scene = Scene(step, self.interface.rows != "any")
+        fields = scene.make(self.device)
+        if change is not None:
+            change(scene, fields)
+        args, kwargs = self.interface.arguments(fields)
+        call = Call(scene, fields, args, kwargs)
+        if step.append:
+            _check_apart(call)
+        return call
+
+    def expected(self, call: Call, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Any]:
+        """Returns out ``[T, H, Dv]`` and lse ``[T, H]`` or None of the reference.
+
+        It writes new tokens to the caches, as the op should.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # faster for sizes this small, above all on a busy machine
+        try:
+            returned = self.interface.reference(*call.args, **call.kwargs, dtype=dtype)
+        finally:
+            torch.set_num_threads(threads)
+        return self.interface.results(returned, (returned,))
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Calls the op; returns out and lse.
+
+        Raises:
+            Mismatch: it raised, or returned tensors of another shape, dtype or device.
+            CapabilityError: a package that it needs is not installed.
+        """
+        try:
+            with torch.no_grad():
+                returned = self.op(*call.args, **call.kwargs)
+        except ImportError as error:  # no case could pass
+            raise CapabilityError(f"the op cannot be called here: {raised(error)}") from error
+        except Exception as error:
+            raise Mismatch(raised(error)) from error
+        return self.results(returned, call)
+
+    def results(self, returned: Any, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Returns out and lse of what the op returned; raises as `run`."""
+        step, query = call.scene.step, call.fields.query
+        try:
+            out, lse = self.interface.results(returned, call.args)
+        except Exception as error:
+            raise Mismatch(f"returned {_shown(returned)}: {raised(error)}") from error
+        shape = (*query.shape[:2], step.value_dim or step.head_dim)
+        if not isinstance(out, Tensor) or (out.shape, out.dtype, out.device) != (
+            shape, query.dtype, query.device,
+        ):  # fmt: skip
+            expected = f"{query.dtype} {[*shape]} on {query.device}"
+            raise Mismatch(f"expected an output of {expected}, got {_shown(out)}")
+        if step.lse and (not isinstance(lse, Tensor) or lse.shape != shape[:2]):
+            raise Mismatch(f"expected a log-sum-exp of {[*shape[:2]]}, got {_shown(lse)}")
+        return out, lse
+
+    def want(self, call: Call) -> tuple[tuple[Tensor, Any], tuple[float, float]]:
+        """Returns out and lse of the reference, and the tolerance of each; memory stays."""
+        saved, dtype = bits(call.inputs), call.scene.step.dtype
+        want, lse = self.expected(call)
+        restore(saved, call.inputs)
+        low, low_lse = self.expected(call, dtype)
+        restore(saved, call.inputs)
+        rows = call.scene.real
+        allowed = tolerance(want[rows], low[rows], dtype)
+        return (want, lse), (
+            allowed,
+            0.0 if lse is None else tolerance(lse[rows], low_lse[rows], dtype),
+        )
+
+    def compare(
+        self, call: Call, got: tuple[Tensor, Tensor | None], want: Any, allowed: tuple[float, float]
+    ) -> Measured:
+        """Compares results with those of `want`.
+
+        Raises:
+            Mismatch: they differ, or a row of padding is not finite.
+        """
+        rows, step = call.scene.real, call.scene.step
+        out, lse = got
+        found = difference(out[rows], want[0][rows], allowed[0], "out")
+        if found is None and step.lse and lse is not None:
+            found = difference(lse[rows], want[1][rows], allowed[1], "lse")
+        rest = out[len(rows) :]
+        if found is None and not bool(rest.isfinite().all()):
+            found = f"out[{len(rows)}:] belongs to no request: expected finite numbers, got nan"
+        if found is not None:
+            raise Mismatch(found)
+        error = (out[rows].double().cpu() - want[0][rows]).abs()
+        return Measured(error.max().item() if error.numel() else 0.0, allowed[0])
+
+
+def raised(error: Exception) -> str:
+    """Returns an exception in one line."""
+    text = " ".join(str(error).split()) or "no message"
+    return clipped(f"{type(error).__name__}: {text}", 400)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {[*value.shape]} on {value.device}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def _check_apart(call: Call) -> None:
+    s = call.fields
+    written = {"key_cache": s.key_cache, "value_cache": s.value_cache}
+    read = {"query": s.query, "key": s.key, "value": s.value, "block_table": s.block_table}
+    both = {"value_cache": s.value_cache}, {"key_cache": s.key_cache}
+    found = overlap(written, read) or overlap(*both)
+    if found is not None:
+        raise CapabilityError(
+            f"interface: expected {found[0]} apart from {found[1]}, got shared memory: "
+            "give each its own"
+        )

@@ -1,0 +1,82 @@
+"""The interface of `compiled_attn.unified_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from compiled_attn.testing import reference
+from compiled_attn.testing.capabilities import FEATURES
+from compiled_attn.testing.kit.interface import Arguments, Interface
+
+__all__ = ["Unified"]
+
+
+class Unified(Interface):
+    """``compiled_attn.unified_attention``, its metadata both in parts and in tables."""
+
+    name = "unified"
+    features = frozenset(FEATURES) - {"rotary", "noncausal", "empty_rows"}
+    parameters = ("query", "key", "value", "key_cache", "value_cache", "scale", "metadata")
+    keywords: Mapping[str, str] = MappingProxyType({
+        "window": "sliding_window", "softcap": "softcap", "sinks": "sinks",
+        "alibi": "alibi_slopes", "int8": "key_scale", "fp8_e4m3": "key_scale",
+        "fp8_e5m2": "key_scale", "lse": "return_lse",
+    })  # fmt: skip
+    appends = "always"
+    reference = staticmethod(reference.unified_attention)
+
+    @staticmethod
+    def arguments(s: SimpleNamespace) -> Arguments:
+        """See `Interface.arguments`."""
+        import torch
+
+        from compiled_attn import UnifiedMetadata
+
+        tokens, size, tables = len(s.query), s.block_size, s.block_table.tolist()
+        index, hidden = s.block_table.dtype, float("-inf")
+        positions = torch.zeros(tokens, dtype=torch.int64)
+        causal = torch.full((tokens, tokens), hidden)
+        blocks = len(s.key_cache)
+        starts = torch.zeros(blocks, dtype=torch.int64)
+        shared, row = torch.full((tokens, blocks, size), hidden), 0
+        for table, count, keys in zip(tables, s.counts, s.seq_lens.tolist(), strict=True):
+            old = keys - count  # keys of earlier steps
+            for column, block in enumerate(table[: -(-old // size)] if old > 0 else []):
+                starts[block] = column * size
+                shared[row : row + count, block, : old - column * size] = 0
+            causal[row : row + count, row : row + count].masked_fill_(
+                torch.ones(count, count).tril().bool(), 0
+            )
+            positions[row : row + count] = torch.arange(old, keys)
+            row += count
+        parts = {
+            "causal_bias": causal, "shared_blocks": torch.arange(blocks), "shared_bias": shared,
+            "positions": positions, "shared_starts": starts,
+        }  # fmt: skip
+        metadata = UnifiedMetadata(
+            size, s.slots, block_tables=s.block_table, seq_lens=s.seq_lens,
+            query_start_loc=s.starts.to(index),
+            **{name: value.to(s.query.device) for name, value in parts.items()},
+        )  # fmt: skip
+
+        def flat(cache: Tensor | None) -> Tensor | None:
+            return None if cache is None else cache.flatten(0, 1)
+
+        options = {
+            "sliding_window": s.window, "softcap": s.softcap, "alibi_slopes": s.slopes,
+            "sinks": s.sinks, "key_scale": flat(s.key_scale), "value_projection": s.projection,
+            "value_scale": None if s.latent else flat(s.value_scale),
+            "return_lse": True if s.lse else None,
+        }  # fmt: skip
+        caches = flat(s.key_cache), flat(s.value_cache)
+        args = s.query, s.key, s.value, *caches, s.scale, metadata
+        return args, {name: value for name, value in options.items() if value is not None}
+
+    @staticmethod
+    def results(returned: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+        """See `Interface.results`."""
+        return returned if isinstance(returned, (tuple, list)) else (returned, None)  # type: ignore[return-value]

@@ -1,0 +1,50 @@
+"""This project's own functions pass the kit with all that they claim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_attn.ops import load
+from compiled_attn.testing import Capabilities, check
+from compiled_attn.testing.kit import own
+from tests.compiled_attn.ops.kernels import BEST, loaded
+
+QUICK = {"dtypes": (torch.float32, torch.bfloat16), "head_dims": (32,)}
+
+
+@pytest.mark.parametrize("name", own.CAPABILITIES)
+def test_a_function_passes_all_cases_that_it_claims(name):
+    claims = own.CAPABILITIES[name].replace(**QUICK)
+    report = check(getattr(own, name), claims)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_the_native_kernel_passes_what_its_reference_claims(writes):
+    name = "paged_attention_" if writes else "paged_attention"
+    claims = own.CAPABILITIES[name].replace(**QUICK)
+    report = check(getattr(loaded(BEST), name), claims, "op_write" if writes else "op")
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("kernel", ["portable", "native"])
+@pytest.mark.parametrize("name", ["flash_attn_with_kvcache", "unified_attention"])
+def test_each_kernel_of_a_function_passes(name, kernel):
+    load()
+
+    def op(*args, **kwargs):
+        return getattr(own, name)(*args, kernel=kernel, **kwargs)
+
+    claims = own.CAPABILITIES[name].replace(**QUICK)
+    interface = {"flash_attn_with_kvcache": "flash", "unified_attention": "unified"}[name]
+    if kernel == "native" and interface == "flash":  # what the op's kernel computes
+        claims = claims.replace(dtypes=(torch.float32,))
+    report = check(op, claims, interface)
+    assert report.ok, report
+
+
+def test_a_claim_too_much_fails():
+    claims = Capabilities({"int64_tables"}, head_dims=(16,), block_sizes=(4,), groups=(1,))
+    report = check(own.paged_attention, claims, cases=["int64"])
+    assert not report.ok and "expected block_table of dtype int32" in report.failed[0].message
