@@ -9,18 +9,28 @@ import sys
 import pytest
 import torch
 
-from compiled_attn.testing import Capabilities, adapters
+from compiled_attn.testing import adapters
 from compiled_attn.testing.adapters import AdapterUnavailable
-
-from .work import step
+from compiled_attn.testing.kit.subject import Subject
+from tests.compiled_attn.testing.adapters.work import step
 
 NAMES = [each.name for each in pkgutil.iter_modules(adapters.__path__)]
+OPS = (
+    "flash_attn_with_kvcache",
+    "compiled",
+    "paged_attention",
+    "paged_attention_v1",
+    "varlen_attn",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_adapter_declares_what_it_claims(name):
+def test_the_interface_of_an_adapter_can_express_what_it_claims(name):
     module = importlib.import_module(f"compiled_attn.testing.adapters.{name}")
-    assert isinstance(module.CAPABILITIES, Capabilities)
+    ops = [getattr(module, each) for each in OPS if hasattr(module, each)]
+    assert ops
+    for op in ops:
+        assert Subject.of(op, changes={"device": "cpu"}).claims.features
 
 
 @pytest.mark.parametrize(

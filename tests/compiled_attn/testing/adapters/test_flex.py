@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.testing.adapters import flex
-
-from .work import expected, step
+from tests.compiled_attn.testing.adapters.work import expected, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .work import expected, step
+from tests.compiled_attn.testing.adapters.work import expected, step
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 from compiled_attn.testing.adapters import transformers_eager, transformers_sdpa
