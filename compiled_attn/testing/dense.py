@@ -153,10 +153,9 @@ def rotate(
     The pairs are elements (0, 1), (2, 3) .. if interleaved, else (i, i + rotary / 2).
     """
     rows, half = rows.double().cpu().clone(), cos.shape[1]
-    for row, position in enumerate(positions):
-        for pair in range(half):
-            one, two = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
-            c, s = float(cos[position, pair]), float(sin[position, pair])
-            x, y = rows[row, :, one].clone(), rows[row, :, two].clone()
-            rows[row, :, one], rows[row, :, two] = x * c - y * s, x * s + y * c
+    for pair in range(half):
+        one, two = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
+        c, s = (table[positions, pair].double().cpu().unsqueeze(1) for table in (cos, sin))
+        x, y = rows[..., one].clone(), rows[..., two].clone()
+        rows[..., one], rows[..., two] = x * c - y * s, x * s + y * c
     return rows

@@ -103,8 +103,8 @@ def parameters_of(op: Callable[..., Any]) -> list[str] | None:
         parameters = inspect.signature(forward or op).parameters.values()
     except (TypeError, ValueError):
         return None
-    names = [f"{_STARS.get(each.kind, '')}{each.name}" for each in parameters]
+    names = [f"{_STARS.get(each.kind.name, '')}{each.name}" for each in parameters]
     return None if all(each.startswith("*") for each in names) else names
 
 
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+_STARS = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}

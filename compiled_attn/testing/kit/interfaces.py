@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,13 +28,20 @@ class Op(Interface):
 
     name = "op"
     features = frozenset(FEATURES) - {"append", "rotary"}
-    parameters = ("query", "key_cache", "value_cache", "block_table", "seq_lens", "query_start_loc")
-    keywords: Mapping[str, str] = MappingProxyType({
+    parameters: ClassVar[tuple[str, ...]] = (
+        "query",
+        "key_cache",
+        "value_cache",
+        "block_table",
+        "seq_lens",
+        "query_start_loc",
+    )
+    keywords: ClassVar[Mapping[str, str]] = MappingProxyType({
         "window": "window", "softcap": "softcap", "sinks": "sinks", "alibi": "alibi_slopes",
         "int8": "key_scale", "fp8_e4m3": "key_scale", "fp8_e5m2": "key_scale",
         "noncausal": "causal",
     })  # fmt: skip
-    reference = staticmethod(reference.paged_attention)
+    reference: ClassVar[Callable[..., Any]] = staticmethod(reference.paged_attention)
 
     @staticmethod
     def arguments(s: SimpleNamespace) -> Arguments:
@@ -65,9 +72,16 @@ class OpWrite(Op):
 
     name = "op_write"
     features = frozenset(FEATURES) - {"rotary", "empty_rows"}
-    parameters = ("query", "key", "value", "key_cache", "value_cache", "slot_mapping")
+    parameters: ClassVar[tuple[str, ...]] = (
+        "query",
+        "key",
+        "value",
+        "key_cache",
+        "value_cache",
+        "slot_mapping",
+    )
     appends = "always"
-    reference = staticmethod(reference.paged_attention_)
+    reference: ClassVar[Callable[..., Any]] = staticmethod(reference.paged_attention_)
 
     @staticmethod
     def arguments(s: SimpleNamespace) -> Arguments:
@@ -98,21 +112,28 @@ class Flash(Interface):
     name = "flash"
     rows = "equal"
     features = _COMMON | {"softcap", "alibi", "append", "rotary"}
-    parameters = ("q", "k_cache", "v_cache", "cache_seqlens", "block_table")
-    keywords: Mapping[str, str] = MappingProxyType({
+    parameters: ClassVar[tuple[str, ...]] = (
+        "q",
+        "k_cache",
+        "v_cache",
+        "cache_seqlens",
+        "block_table",
+    )
+    keywords: ClassVar[Mapping[str, str]] = MappingProxyType({
         "window": "window_size", "softcap": "softcap", "alibi": "alibi_slopes", "append": "k",
         "rotary": "rotary_cos", "lse": "return_softmax_lse", "noncausal": "causal",
         "chunked": "causal",
     })  # fmt: skip
     appends = "optional"
-    reference = staticmethod(reference.flash_attn_with_kvcache)
+    reference: ClassVar[Callable[..., Any]] = staticmethod(reference.flash_attn_with_kvcache)
 
     @staticmethod
     def arguments(s: SimpleNamespace) -> Arguments:
         """See `Interface.arguments`."""
 
         def by_request(rows: Tensor) -> Tensor:
-            return rows.unflatten(0, (-1, s.counts[0]))
+            split: Tensor = rows.unflatten(0, (-1, s.counts[0]))
+            return split
 
         options: dict[str, Any] = {
             "cache_seqlens": s.seq_lens - s.counts[0] * s.append, "block_table": s.block_table,
@@ -144,9 +165,20 @@ class Varlen(Interface):
 
     name = "varlen"
     features = _COMMON | {"mixed"}
-    parameters = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "block_table")
-    keywords: Mapping[str, str] = MappingProxyType({"window": "window_size", "lse": "return_aux"})
-    reference = staticmethod(reference.varlen_attn)
+    parameters: ClassVar[tuple[str, ...]] = (
+        "query",
+        "key",
+        "value",
+        "cu_seq_q",
+        "cu_seq_k",
+        "max_q",
+        "max_k",
+        "block_table",
+    )
+    keywords: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"window": "window_size", "lse": "return_aux"}
+    )
+    reference: ClassVar[Callable[..., Any]] = staticmethod(reference.varlen_attn)
 
     @staticmethod
     def arguments(s: SimpleNamespace) -> Arguments:
@@ -181,7 +213,7 @@ class VarlenPacked(Varlen):
     features = frozenset(
         ("chunked", "mixed", "window", "noncausal", "lse", "empty_rows", "replay", "padding_rows")
     )
-    parameters = Varlen.parameters[:-1]
+    parameters: ClassVar[tuple[str, ...]] = Varlen.parameters[:-1]
 
     @staticmethod
     def arguments(s: SimpleNamespace) -> Arguments:
@@ -238,9 +270,11 @@ class PagedV1(Interface):
     name = "paged_v1"
     rows = "one"
     features = _PAGED | {"alibi", "int8", "fp8_e4m3", "fp8_e5m2"}
-    parameters = ("out", "query", "key_cache", "value_cache", "num_kv_heads", "scale",
-                  "block_tables", "seq_lens", "block_size", "max_seq_len")  # fmt: skip
-    reference = staticmethod(reference.paged_attention_v1)
+    parameters: ClassVar[tuple[str, ...]] = (
+        "out", "query", "key_cache", "value_cache", "num_kv_heads", "scale", "block_tables",
+        "seq_lens", "block_size", "max_seq_len",
+    )  # fmt: skip
+    reference: ClassVar[Callable[..., Any]] = staticmethod(reference.paged_attention_v1)
 
     outputs = 1
 
@@ -271,8 +305,13 @@ class PagedV2(PagedV1):
 
     name = "paged_v2"
     outputs = 4
-    parameters = (*PagedV1.parameters, "exp_sum", "max_logits", "tmp_out")
-    reference = staticmethod(reference.paged_attention_v2)
+    parameters: ClassVar[tuple[str, ...]] = (
+        *PagedV1.parameters,
+        "exp_sum",
+        "max_logits",
+        "tmp_out",
+    )
+    reference: ClassVar[Callable[..., Any]] = staticmethod(reference.paged_attention_v2)
 
     @staticmethod
     def arguments(s: SimpleNamespace) -> Arguments:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ from compiled_attn import (
 )
 from compiled_attn.ops.reference import paged_attention, paged_attention_
 from compiled_attn.testing.capabilities import Capabilities
-from compiled_attn.testing.kit.interfaces import Flash, Op, OpWrite, PagedV1, Unified
+from compiled_attn.testing.kit.interfaces import Flash, Op, OpWrite, PagedV1
+from compiled_attn.testing.kit.unified import Unified
 
 __all__ = [
     "CAPABILITIES",
@@ -29,7 +31,7 @@ __all__ = [
     "unified_attention",
 ]
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "dtypes": (torch.float32, torch.bfloat16, torch.float16),
     "head_dims": (32, 64), "block_sizes": (16, 4),
 }  # fmt: skip

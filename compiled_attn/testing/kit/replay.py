@@ -6,31 +6,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compiled_attn.testing.kit.tensors import tensors_in
 from compiled_attn.testing.kit.trial import Call, Trial
 from graphs import capture
+from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.backends.inductor import InductorBackend
+from graphs.capture.contract import Backend
 from graphs.errors import CaptureError, clipped
 
 __all__ = ["same_buffers"]
 
 
-def same_buffers(trial: Trial, call: Call) -> tuple[Callable[[], Any], str]:
+def same_buffers(
+    trial: Trial, call: Call, backend: Backend | None = None
+) -> tuple[Callable[[], Any], str]:
     """Returns a function that replays a call, and why it is not captured, if it is not.
 
-    It is captured as one CUDA graph, or on other devices traced by Dynamo as one full graph, which
-    then runs op by op: stale constants show, and no compiler is needed.
+    By default a CUDA graph of the op as it is, or on other devices one full graph traced by Dynamo,
+    which then runs op by op: stale constants show, and no compiler is needed.
     """
 
-    def again() -> Any:
+    def again(_: Tensor) -> Any:
         with torch.no_grad():
             return trial.op(*call.args, **call.kwargs)
 
-    is_cuda = any(each.is_cuda for each in tensors_in(call.inputs))
-    backend: Any = "cudagraph" if is_cuda else InductorBackend("traced", "eager")
+    query = call.fields.query
+    if backend is None:
+        is_cuda = any(each.is_cuda for each in tensors_in(call.inputs))
+        backend = CudaGraphBackend() if is_cuda else InductorBackend("traced", "eager")
+    how = {"compiler": "eager", "in_place": True} if "in_place" in (backend.options or ()) else {}
     try:
-        return capture(again, (), backend=backend, name="op").run, ""
+        graph = capture(again, (query,), backend=backend, name="op", **how)
     except CaptureError as error:
         reason = clipped(str(error), 160)
-    return again, f"not captured, called twice in the same buffers: {reason}"
+        return lambda: again(query), f"not captured, called twice in the same buffers: {reason}"
+    return lambda: graph.run(query), ""

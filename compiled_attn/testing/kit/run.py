@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from compiled_attn.testing.capabilities import Capabilities, CapabilityError
@@ -100,6 +100,7 @@ def steps_of(subject: Subject, case: Case, seed: int = 0) -> Iterator[Step]:
     """Yields the steps of a case, those that the interface cannot express left out."""
     claims, interface = subject.claims, subject.interface
     axes = claims.dtypes, claims.head_dims, claims.block_sizes, claims.groups
+    sizes: Iterable[tuple[Any, ...]]
     if case.sizes == "every":
         sizes = itertools.product(*axes)
     else:

@@ -107,8 +107,11 @@ class Scene:
             table = [*prefix] if fits else []
             table += [free.pop() for _ in range(s.blocks_of(keys) - len(table))]
             tables.append(table)
-        stale = free or [0]
-        return [table + rng.choices(stale, k=s.width - len(table)) for table in tables], num_blocks
+        for table in tables:  # one of a block that nobody owns, the rest of any
+            if len(table) < s.width:
+                table.append(rng.choice(free or [0]))
+            table += rng.choices(range(num_blocks), k=s.width - len(table))
+        return tables, num_blocks
 
     def _fields(self) -> dict[str, Any]:
         s, tokens = self.step, self.tokens
@@ -146,8 +149,8 @@ class Scene:
             "cos": None, "sin": None, "projection": None,
         }  # fmt: skip
         if s.latent:
-            shape = (s.heads, value_dim, value_dim)
-            fields["projection"] = Expression(normal, (self._seed(10), shape, s.dtype, 0.3))
+            square = (s.heads, value_dim, value_dim)
+            fields["projection"] = Expression(normal, (self._seed(10), square, s.dtype, 0.3))
         if s.rotary:
             shape = (s.capacity, s.rotary // 2)
             for name, seed in (("cos", 11), ("sin", 12)):

@@ -104,7 +104,7 @@ def again():
 
 
 run = again
-if not NOTE:  # the kit could capture it
+if CAPTURED:
     run = torch.compile(again, fullgraph=True, backend="eager")
     if DEVICE != "cpu":
         run()
@@ -170,14 +170,21 @@ def script(subject: Subject, result: Result) -> str:
             real=scene.real,
         )
     ]  # fmt: skip
-    functions = [interface.reference, difference, bits, tensors_in, *_functions_of(scene)]
+    functions: list[Callable[..., Any]] = [
+        interface.reference,
+        difference,
+        bits,
+        tensors_in,
+        *_functions_of(scene),
+    ]
     parts += [*_sources(functions, interface)]
     parts.append(_HELPERS.format(reference=interface.reference.__name__))
     parts.append(_builder("step", scene, subject.claims.device))
     if check == "replay":
         other = Scene(step.changed(), interface.rows != "any")
         parts.append(_builder("other_step", other, subject.claims.device))
-        body = f"NOTE = {result.measured.note!r}\n" + body
+        # Else the kit called it twice.
+        body = f"CAPTURED = {not result.message.startswith('called again')}\n" + body
     if check == "neighbours":
         parts.append(_others(scene, step))
     if body is _MEMORY:

@@ -61,7 +61,8 @@ class Subject:
             CapabilityError: it is not callable, has no known signature, declares nothing, claims
                 what the interface cannot express, or its device is not there.
         """
-        name = getattr(op, "__qualname__", None) or getattr(op, "__name__", type(op).__name__)
+        named = getattr(op, "__qualname__", None) or getattr(op, "__name__", None)
+        name = str(named or type(op).__name__)
         if not callable(op):
             raise CapabilityError(
                 f"expected a callable op, got a {type(op).__name__}: name a function or an object "

@@ -96,7 +96,7 @@ def restore(saved: list[Tensor], *values: Any) -> None:
     storages = {each.untyped_storage().data_ptr(): each for each in tensors_in(values)}
     for each, old in zip(storages.values(), saved, strict=True):
         memory = torch.empty(0, dtype=torch.uint8, device=each.device)
-        memory.set_(each.untyped_storage()).copy_(old)  # type: ignore[call-overload]
+        memory.set_(each.untyped_storage()).copy_(old)
 
 
 class Call(NamedTuple):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,13 +21,13 @@ class Unified(Interface):
     name = "unified"
     features = frozenset(FEATURES) - {"rotary", "noncausal", "empty_rows"}
     parameters = ("query", "key", "value", "key_cache", "value_cache", "scale", "metadata")
-    keywords: Mapping[str, str] = MappingProxyType({
+    keywords: ClassVar[Mapping[str, str]] = MappingProxyType({
         "window": "sliding_window", "softcap": "softcap", "sinks": "sinks",
         "alibi": "alibi_slopes", "int8": "key_scale", "fp8_e4m3": "key_scale",
         "fp8_e5m2": "key_scale", "lse": "return_lse",
     })  # fmt: skip
     appends = "always"
-    reference = staticmethod(reference.unified_attention)
+    reference: ClassVar[Callable[..., Any]] = staticmethod(reference.unified_attention)
 
     @staticmethod
     def arguments(s: SimpleNamespace) -> Arguments:
@@ -53,7 +53,7 @@ class Unified(Interface):
             )
             positions[row : row + count] = torch.arange(old, keys)
             row += count
-        parts = {
+        parts: dict[str, Any] = {
             "causal_bias": causal, "shared_blocks": torch.arange(blocks), "shared_bias": shared,
             "positions": positions, "shared_starts": starts,
         }  # fmt: skip

@@ -64,7 +64,7 @@ def upstream(seed: int) -> Case:
     ).make()
 
 
-@pytest.mark.parametrize("seed", slow_but(range(24), range(48)))
+@pytest.mark.parametrize("seed", slow_but(range(12), range(48)))
 def test_the_grid_of_upstreams_test_holds_its_tolerance(seed: int) -> None:
     check(upstream(seed), flash_attn_with_kvcache)
 
@@ -126,7 +126,7 @@ def test_an_edge_equals_the_oracle(sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", [attend_plain, attend_fused, attend_sdpa])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(range(6), range(12)))
 def test_every_form_of_the_slice_equals_the_oracle(form, seed, monkeypatch):
     case = upstream(seed)
     if form is attend_sdpa and case.softcap:
@@ -217,20 +217,6 @@ def test_two_rows_may_read_one_cache_row() -> None:
     same_query = case.args["q"][1:].expand(2, -1, -1, -1)
     both = case.run(flash_attn_with_kvcache, q=same_query, cache_batch_idx=rows, cache_seqlens=9)[0]
     assert torch.equal(both[0], both[1])
-
-
-def test_two_rows_may_share_the_pages_of_a_prefix() -> None:
-    case = Case(batch=2, lengths=[8, 11], new=2, queries=2, page_size=4, causal=True).make()
-    assert case.table is not None
-    case.table[0, :2] = case.table[1, :2]
-    check(case, flash_attn_with_kvcache)
-
-
-def test_queries_and_new_tokens_are_not_modified() -> None:
-    case = Case(queries=3, new=3, dim=32, rotary=16, causal=True, lengths=[4, 9]).make()
-    before = {name: case.args[name].clone() for name in ("q", "k", "v", "cache_seqlens")}
-    case.run(flash_attn_with_kvcache)
-    assert all(torch.equal(case.args[name], tensor) for name, tensor in before.items())
 
 
 def test_the_stride_of_an_axis_of_size_1_does_not_matter() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -86,6 +87,6 @@ def test_a_module_that_fails_to_import_is_one_line(tmp_path, capsys):
 def test_the_module_is_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["testing", "--list", "-k", "decode"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module("compiled_attn.testing", run_name="__main__")
+        runpy.run_path(find_spec("compiled_attn.testing.__main__").origin, run_name="__main__")
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("decode: ")

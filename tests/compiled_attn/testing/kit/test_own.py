@@ -8,7 +8,7 @@ import torch
 from compiled_attn.ops import load
 from compiled_attn.testing import Capabilities, check
 from compiled_attn.testing.kit import own
-from tests.compiled_attn.ops.kernels import BEST, loaded
+from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, SLOW, loaded
 
 QUICK = {"dtypes": (torch.float32, torch.bfloat16), "head_dims": (32,)}
 
@@ -20,11 +20,12 @@ def test_a_function_passes_all_cases_that_it_claims(name):
     assert report.ok, report
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_the_native_kernel_passes_what_its_reference_claims(writes):
-    name = "paged_attention_" if writes else "paged_attention"
+@pytest.mark.parametrize("kernel", [BEST, *SLOW, *ON_DEVICES])
+@pytest.mark.parametrize("interface", ["op", "op_write"])
+def test_a_kernel_passes_what_the_reference_claims(interface, kernel):
+    name = "paged_attention_" if interface == "op_write" else "paged_attention"
     claims = own.CAPABILITIES[name].replace(**QUICK)
-    report = check(getattr(loaded(BEST), name), claims, "op_write" if writes else "op")
+    report = check(getattr(loaded(kernel), name), claims, interface)
     assert report.ok, report
 
 

@@ -9,8 +9,12 @@ import torch
 
 from compiled_attn.testing import Capabilities
 from compiled_attn.testing.kit import CASES, Subject, check
+from compiled_attn.testing.kit.checks import replay
 from compiled_attn.testing.kit.run import run_case, steps_of
+from compiled_attn.testing.kit.trial import Mismatch
+from graphs.backends.cudagraph import CudaGraphBackend
 from tests.compiled_attn.testing.kit.kernels import CLAIMS, Kernel
+from tests.graphs.backends.dispatch_double import DispatchDouble
 
 FEW = ["decode", "window", "replay"]
 
@@ -112,3 +116,27 @@ def test_a_step_that_can_be_captured_is_replayed():
     claims = Capabilities({"replay"}, head_dims=(16,), block_sizes=(4,), groups=(1,))
     report = check(op, claims, cases=["replay"])
     assert report.ok and report.results[0].message == "", report
+
+
+@pytest.mark.parametrize("bug", ["", "stale lengths"])
+def test_a_recorded_graph_replays_what_it_recorded(bug):
+    """On a double of CUDA graphs, which like them replays operators with the numbers of then."""
+
+    def op(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale):
+        slots = (block_table.unsqueeze(-1) * 4 + torch.arange(4)).flatten(1)
+        keys, values = (x.flatten(0, 1)[slots] for x in (key_cache, value_cache))
+        scores = torch.einsum("nhd,nlhd->nhl", query * scale, keys)
+        lengths = torch.tensor(seq_lens.tolist()) if bug else seq_lens
+        hidden = torch.arange(slots.shape[1]) >= lengths[:, None]
+        weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
+        return torch.einsum("nhl,nlhd->nhd", weights, values)
+
+    claims = Capabilities({"replay"}, head_dims=(16,), block_sizes=(4,), groups=(1,))
+    subject = Subject.of(op, claims)
+    step = next(steps_of(subject, next(each for each in CASES if each.name == "replay")))
+    backend = CudaGraphBackend(DispatchDouble)
+    if not bug:
+        assert replay(subject.trial, step, backend).note == ""
+        return
+    with pytest.raises(Mismatch, match="replayed with other metadata in the same buffers: out"):
+        replay(subject.trial, step, backend)
