@@ -3,6 +3,8 @@
 With no block at all there are 0 partitions, and the output is read from a buffer that nothing has
 written (`num_partitions` in FLEX_DECODING_TEMPLATE of
 torch/_inductor/codegen/cpp_flex_attention_template.py).
+
+Seen with torch 2.13.0 and 2.15.0.
 """
 
 import torch

@@ -2,6 +2,8 @@
 
 0 * NaN is NaN. Over pages these are the free slots of a request's last page; in eager mode, also
 those of all other pages.
+
+Seen with torch 2.13.0 and 2.15.0.
 """
 
 import torch

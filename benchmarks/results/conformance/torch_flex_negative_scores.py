@@ -3,6 +3,8 @@
 A partition of keys that a row does not see counts with a maximum of 0, not -inf, so that the sums
 of the other partitions underflow (`partition_max = 0` in FLEX_DECODING_TEMPLATE of
 torch/_inductor/codegen/cpp_flex_attention_template.py).
+
+Seen with torch 2.13.0 and 2.15.0.
 """
 
 import torch

@@ -3,6 +3,8 @@
 `modification` in torch/_inductor/codegen/cpp_flex_attention_template.py replaces the name of a size
 such as ks1 by plain text, within ks17 too: "cur_qSplitSize7 was not declared". With `dynamic=None`
 it happens at the first call with another batch size, query length or cache size.
+
+Seen with torch 2.13.0 and 2.15.0.
 """
 
 import torch

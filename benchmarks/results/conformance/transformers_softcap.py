@@ -3,6 +3,8 @@
 Gemma 2 passes `softcap=` to the attention function; `eager_paged_attention_forward` takes it in
 `**kwargs` and drops it. `eager` is the only CPU implementation that supports soft caps, and
 continuous batching replaces it by `paged|eager`.
+
+Seen with transformers 5.24.0.
 """
 
 import torch

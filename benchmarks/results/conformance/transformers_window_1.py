@@ -1,6 +1,8 @@
 """transformers' continuous batching ignores a sliding window of 1 token.
 
 `build_attention_mask` uses 1 for "no window" (`if sliding_window > 1`).
+
+Seen with transformers 5.24.0.
 """
 
 import torch
