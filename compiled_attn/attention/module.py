@@ -6,8 +6,10 @@ from torch import Tensor, nn
 
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.state import Attend
+from compiled_attn.attention.step_shadow import step_shadow
 from compiled_attn.attention.unified import unified_attention
 from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.cache.slot_shadow import check_layer
 from compiled_attn.ops import CHOICES, KernelChoice
 
 __all__ = ["UnifiedAttention"]
@@ -74,6 +76,10 @@ class UnifiedAttention(nn.Module):
     ) -> Tensor:
         """Writes the step's keys and values, then attends: see `unified_attention`."""
         cache, layer = self.cache, self.layer
+        if cache.shadow is not None:
+            step = step_shadow(cache.shadow, metadata, window=self.sliding_window)
+            if (own := cache.layer_shadow(layer, step)) is not None:
+                check_layer(own, metadata.slot_mapping)
         out = unified_attention(
             query, key, value, cache.key(layer), cache.value(layer) if cache.has_value else None,
             self.scale, metadata, sliding_window=self.sliding_window, softcap=self.softcap,

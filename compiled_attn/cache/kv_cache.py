@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compiled_attn.arguments import whole
 from compiled_attn.cache import huge_pages
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
+from compiled_attn.cache.slot_shadow import LayerShadow, SlotShadow, StepShadow
 
 __all__ = [
     "KVShape",
@@ -71,6 +72,9 @@ class PagedKVCache(nn.Module):
         - ``key_blocks(layer)``, ``value_blocks(layer)``: the same storage viewed as
           ``[num_blocks, block_size, num_kv_heads, head_dim]``
 
+    Attributes:
+        shadow: what the sanitizer checks each step with; None: nothing is checked.
+
     Source: block-paged KV storage as in PagedAttention (Kwon et al., SOSP 2023).
     """
 
@@ -98,6 +102,7 @@ class PagedKVCache(nn.Module):
         alike = KVShape(num_kv_heads, head_dim, head_dim if has_value else None)
         self.shapes = tuple([alike] * num_layers if shapes is None else shapes)
         _check_shapes(self.shapes, num_layers)
+        self.shadow: SlotShadow | None = None
         for layer, shape in enumerate(self.shapes):
             if shape.same_as is None:
                 self._allocate(layer, shape, dtype, device)
@@ -132,6 +137,31 @@ class PagedKVCache(nn.Module):
         """Scales of each value slot and head; None also for a layer without V."""
         has_scale = self.is_quantised and self.stores_value(layer)
         return self.get_buffer(f"value_scale_{self._home(layer)}") if has_scale else None
+
+    def cast(self, shadow: SlotShadow | None) -> None:
+        """Adds a shadow, and the tags of each layer as buffers; None removes them.
+
+        Copies of blocks and graphs made before do not know them.
+        """
+        for layer, shape in enumerate(self.shapes):
+            if shape.same_as is None and shadow is None:
+                self._buffers.pop(f"tag_{layer}", None)
+            elif shape.same_as is None:
+                tags = (self.num_blocks, self.block_size)
+                zeros = torch.zeros(tags, dtype=torch.int32, device=self.key(0).device)
+                self.register_buffer(f"tag_{layer}", zeros, persistent=False)
+        self.shadow = shadow
+
+    def tags(self, layer: int) -> Tensor:
+        """Tags of the slots of a layer, ``[num_blocks, block_size]`` int32, with a shadow."""
+        return self.get_buffer(f"tag_{self._home(layer)}")
+
+    def layer_shadow(self, layer: int, step: StepShadow | None) -> LayerShadow | None:
+        """What a layer checks its part of a step with; None without a shadow."""
+        if self.shadow is None or step is None:
+            return None
+        error = self.shadow.error(layer) if step.error is None else step.error
+        return LayerShadow(self.tags(layer), error, step)
 
     def stores_value(self, layer: int) -> bool:
         """Whether a layer stores values; False: they are part of its keys."""

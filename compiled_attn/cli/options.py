@@ -169,6 +169,7 @@ class ServeOptions(ModelOptions):
     access_log: bool = option(
         False, "Write a JSON line to stdout for each request.", "--access-log"
     )
+    sanitize: bool = setting("sanitize")
     store: Path | None = _STORE
     no_store: bool = _NO_STORE
     strict: bool = setting("strict")
@@ -227,6 +228,7 @@ class RunOptions(SamplingOptions, ServingOptions):
     learn_buckets: Path | None = setting("learn_buckets")
     max_graphs: int | None = setting("max_graphs", default=None)
     context: int | None = setting("context")
+    sanitize: bool = setting("sanitize")
     check: int = option(
         0,
         "Generate N requests again with plain transformers and compare.",

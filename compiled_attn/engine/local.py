@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_attn.cache.defrag import BlockSwap
+from compiled_attn.cache.slot_shadow import SlotShadow
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
@@ -94,21 +95,43 @@ class LocalExecutor:
             timed_runs=timed_runs,
             **self._steps.options,
         )
-        self.copies = BlockSwap(
-            self.cache,
-            # Copies are bound by memory: on the CPU eager is as fast as compiled code, which costs
-            # a large model seconds of its warmup.
-            pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
-            backend="eager" if on_cpu else self._store.backend,
-            strict=config.strict,
-            exchanges=False,
-        )
+        self.sanitize(config.sanitize)
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self._plan_notes: Mapping[str, str] = {}
         self._has_logged_cut = self._is_attached = False
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         return Sizing.of(model, self.config, self.kernel.layout)
+
+    def sanitize(self, is_on: bool) -> None:
+        """Adds what the sanitizer needs to the cache, before the warmup, or removes it."""
+        self.cache.cast(self._shadow() if is_on else None)
+        self.copies = self._copies()
+
+    def _copies(self) -> BlockSwap:
+        on_cpu = self.module.model.device.type == "cpu"
+        return BlockSwap(
+            self.cache,
+            # Copies are bound by memory: on the CPU eager is as fast as compiled code, which costs
+            # a large model seconds of its warmup.
+            pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
+            backend="eager" if on_cpu else self._store.backend,
+            strict=self.config.strict,
+            exchanges=False,
+        )
+
+    def _shadow(self) -> SlotShadow:
+        sizing = self.sizing
+        limits = [dict(bucket) for bucket in sizing.buckets]
+        rows = max(max(each.get("requests", 0), each.get("logits", 0)) for each in limits)
+        return SlotShadow(
+            self.cache.num_layers,
+            sizing.block_size,
+            max(rows, self.config.max_seqs),
+            max(each["tokens"] for each in limits),
+            sizing.table_width,
+            self.cache.key(0).device,
+        )
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
         """Options of the backend; sets `_onednn` and `_replays`, which `report` describes."""
@@ -217,6 +240,8 @@ class LocalExecutor:
         kind = "in int8" if self.module.quantised else "packed"
         kind += f", {widened} of float32 in 16 bits, which hold them exactly" if widened else ""
         notes = {"weights": f"{packed} weights {kind}"} if packed else {}
+        if self.cache.shadow is not None:
+            notes["sanitizer"] = "each step checks what it reads and writes in the cache"
         if self._onednn:
             sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))
             notes["oneDNN"] = f"float32 layers of {sizes}, as measured"

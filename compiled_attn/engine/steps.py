@@ -20,6 +20,7 @@ from compiled_attn.engine.request_state import RequestState, Status, TokenEvent
 from compiled_attn.engine.sampler import NOT_FINITE
 from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
 from compiled_attn.engine.tally import StepRecord, Tally
+from compiled_attn.engine.watched import StepWatch, watched_cache
 from graphs import no_compile
 
 __all__ = ["StepResult", "StepRunner", "Transactions", "delayed_interrupt", "step_result"]
@@ -150,6 +151,9 @@ class StepRunner:
         self._launched: tuple[PlannedStep, Sequence[RowResult]] | None = None
         self._computed_s = 0.0
         self.ahead = 0
+        self.watch: StepWatch | None = None
+        if executor.config.sanitize:
+            self.watch = StepWatch(watched_cache(executor))
 
     def compute(self) -> StepResult:
         """Computes the result of the next step; its requests have not changed yet."""
@@ -187,10 +191,22 @@ class StepRunner:
         return self._executor.plan(scheduled, table)._replace(started_s=started)
 
     def _launch(self, step: PlannedStep | None) -> tuple[PlannedStep, Sequence[RowResult]] | None:
-        return None if step is None else (step, self._executor.launch(step))
+        if step is None:
+            return None
+        if self.watch is None:
+            return step, self._executor.launch(step)
+        self.watch.before(step, self._memory.pool)
+        try:
+            rows = self._executor.launch(step)
+        except Exception:
+            self.watch.after()  # which may explain it better
+            raise
+        self.watch.after()
+        return step, rows
 
     def _launch_ahead(self, step: PlannedStep) -> tuple[PlannedStep, Sequence[RowResult]] | None:
-        if not self._executor.schedules_ahead or not self._scheduler.can_schedule_ahead:
+        is_ahead = self._executor.schedules_ahead and self.watch is None
+        if not is_ahead or not self._scheduler.can_schedule_ahead:
             return None
         parts = step.parts
         if not all(parts.sequences[at].sampling.only_samples for at in parts.special):

@@ -320,6 +320,10 @@ class BlockPool:
         """Whether a block is used or cached, so that a move must not overwrite it."""
         return self._blocks.states.has_content(block)
 
+    def free_mask(self) -> NDArray[np.bool_]:
+        """Which blocks are free, neither used nor cached, ``[num_blocks]``; also the null block."""
+        return self._blocks.states.free_mask()
+
     def exchange(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Renames the two blocks of every pair, after their contents were exchanged in the cache.
 

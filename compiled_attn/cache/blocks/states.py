@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 from heapq import merge
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compiled_attn.arguments import whole
 
 __all__ = ["BlockSet", "BlockStates"]
@@ -145,6 +148,11 @@ class BlockStates:
     def has_content(self, block: int) -> bool:
         """Whether ``block`` is used or cached, so that a move must not overwrite it."""
         return self._state[self.valid(block, 1)] != _FREE
+
+    def free_mask(self) -> NDArray[np.bool_]:
+        """Which blocks are free, ``[num_blocks]``; the null block counts as one."""
+        mask: NDArray[np.bool_] = np.frombuffer(self._state, np.uint8) == _FREE
+        return mask
 
     def take(self) -> int:
         """Marks the lowest free block as used and returns it; at least one must be free."""

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.unified import unified_attention
 from compiled_attn.cache.kv_cache import KVShape, PagedKVCache, write_slots
+from compiled_attn.cache.slot_shadow import LayerShadow, StepShadow, check_layer
 
 __all__ = [
     "ATTENTION_NAME",
@@ -87,6 +88,7 @@ class PagedLayer(NamedTuple):
         key, value: the layer's slots in the cache, see `PagedKVCache.key`; no values if they are
             part of the keys.
         key_scale, value_scale: scales of a quantised cache, or None.
+        shadow: what the sanitizer checks, or None.
     """
 
     by_window: dict[int | None, UnifiedMetadata]
@@ -95,6 +97,7 @@ class PagedLayer(NamedTuple):
     value: Tensor | None
     key_scale: Tensor | None
     value_scale: Tensor | None
+    shadow: LayerShadow | None
 
 
 class LogitsRows(NamedTuple):
@@ -124,6 +127,7 @@ class PagedStep:
         regions: for each decoder layer the key of its region, see
             `graphs.torch_internals.regions.Region`; None: layers are not regions.
         packed: ``by_window`` for these regions.
+        shadow: what the sanitizer compares, or None.
     """
 
     cache: PagedKVCache
@@ -132,6 +136,7 @@ class PagedStep:
     only_writes: bool = False
     regions: tuple[int | None, ...] | None = None
     packed: Any = None
+    shadow: StepShadow | None = None
 
     @staticmethod
     def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
@@ -147,7 +152,8 @@ class PagedStep:
         value = cache.value(layer) if cache.stores_value(layer) else None
         scales = cache.key_scale(layer), cache.value_scale(layer)
         windows = self.by_window if self.packed is None else self.packed
-        return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales)
+        shadow = cache.layer_shadow(layer, self.shadow)
+        return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales, shadow)
 
 
 def paged_attention_forward(
@@ -198,7 +204,7 @@ def paged_attention_forward(
         )
     if isinstance(paged, PagedStep):
         paged = paged.of_layer(int(module.layer_idx))  # type: ignore[arg-type]
-    key_slots, value_slots, key_scale, value_scale = paged[2:]
+    key_slots, value_slots, key_scale, value_scale, shadow = paged[2:]
     projection = None
     if value_slots is None:
         query, projection = absorb(module, query)
@@ -208,6 +214,8 @@ def paged_attention_forward(
     else:
         metadata = paged.by_window[None]
     queries, keys, values = [each[0].transpose(0, 1) for each in (query, key, value)]
+    if shadow is not None:
+        check_layer(shadow, metadata.slot_mapping, reads=not paged.only_writes)
     if paged.only_writes:
         write_slots(key_slots, keys, metadata.slot_mapping, key_scale)
         if value_slots is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
+from compiled_attn.cache.slot_shadow import LayerShadow, StepShadow
 from compiled_attn.models.hf.attention import PagedLayer, PagedStep
 from graphs.torch_internals.regions import Region
 
@@ -88,7 +89,7 @@ def layer_region(carries: bool) -> Region:
             which they do forward, and which nothing else uses.
     """
     plain = _carrying_forward if carries else _forward
-    return Region(plain, (PagedLayer, UnifiedMetadata, KeyRanks))
+    return Region(plain, (PagedLayer, UnifiedMetadata, KeyRanks, LayerShadow, StepShadow))
 
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import PreTrainedModel
 
 from compiled_attn.attention.by_parts import DENSE_KERNELS
+from compiled_attn.attention.step_shadow import logits_shadow, step_shadow
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelChanged, ModelRefused
 from compiled_attn.models.hf.attention import (
@@ -164,8 +165,10 @@ class PagedCausalLM(nn.Module):
 
     def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
         size, windows = cache.block_size, self.windows
+        rows, tokens, shadow = step.logits_index, step.input_ids, cache.shadow
         paged = PagedStep.of(cache, self.layout.metadata(step, size), windows)
-        rows, tokens = step.logits_index, step.input_ids
+        if shadow is not None:
+            paged = replace(paged, shadow=step_shadow(shadow, paged.by_window[None], tokens))
         # Without a compiler the first run of the last layer would be computed for nothing.
         cuts = self._cuts_last_layer and (torch.compiler.is_compiling() or self._in_trial)
         if not cuts or statically_known_true(len(tokens) <= len(rows)):
@@ -173,7 +176,10 @@ class PagedCausalLM(nn.Module):
         few = self.layout.logits_metadata(step, size)
         if few is None:
             return paged
-        return replace(paged, logits=LogitsRows(rows, PagedStep.of(cache, few, windows)))
+        last = PagedStep.of(cache, few, windows)
+        if shadow is not None:
+            last = replace(last, shadow=logits_shadow(shadow, few, rows, len(tokens)))
+        return replace(paged, logits=LogitsRows(rows, last))
 
     def remember(self) -> None:
         """Makes the current state of the model the one of `check_unchanged`."""

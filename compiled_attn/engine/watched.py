@@ -1,0 +1,153 @@
+"""Checks each step of an engine with the sanitizer of `compiled_attn.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_attn.cache.blocks import BlockPool, BlockTable
+from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.engine.config import ConfigError
+from compiled_attn.engine.executor import Executor, PlannedStep
+from compiled_attn.testing.sanitizer.ledger import Ledger, StepTokens, poison
+
+__all__ = ["StepWatch", "watched_cache"]
+
+
+class StepWatch:
+    """Says before each step what it must find, checks it afterwards, and poisons freed blocks.
+
+    What it says comes from the requests and from the tables of the pool, never from the tensors of
+    the step.
+
+    Args:
+        cache: with a shadow.
+    """
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        assert cache.shadow is not None
+        self._cache = cache
+        self._free = np.ones(cache.num_blocks, np.bool_)
+        self._clean = np.ones(cache.num_blocks, np.bool_)  # nothing was written since it was freed
+        self._pool: BlockPool | None = None
+        self._exchanges, self._is_moved = 0, False
+        self._seen: dict[Hashable, tuple[BlockTable, int]] = {}  # its table, and how many blocks
+        self._ledger = Ledger(cache.shadow, self._tags, cache.num_blocks, self._is_free)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What it knows."""
+        return self._ledger
+
+    def before(self, step: PlannedStep, pool: BlockPool) -> None:
+        """Compares the pool with the requests, and fills the shadow.
+
+        Raises:
+            CorruptCache: the pool has given a block away that another request holds.
+        """
+        self._ledger.step += 1
+        parts = [
+            StepTokens(
+                sequence.request_id, sequence.tokens, start, count,
+                pool.table(sequence.request_id).blocks, sequence.salt,
+            )
+            for sequence, count, start in step.parts
+        ]  # fmt: skip
+        fresh = self._fresh(parts, pool)
+        self._free = pool.free_mask()
+        self._check_pool(parts, fresh, pool)
+        # A block that was freed and is in use again was written by somebody else before.
+        self._reset([block for block in fresh if self._is_moved or not self._clean[block]])
+        self._clean &= self._free
+        self._reset(np.flatnonzero(self._free & ~self._clean))
+        self._clean |= self._free
+        self._ledger.begin(parts, int(step.plan.rows.logits.sum()))
+
+    def after(self) -> None:
+        """Raises CorruptCache if the step read or wrote a wrong slot; waits for the step."""
+        self._ledger.check()
+
+    def _fresh(self, parts: Sequence[StepTokens], pool: BlockPool) -> dict[int, StepTokens]:
+        """The blocks that requests of the step got since their last one, not found in the cache."""
+        if pool is not self._pool:
+            self._pool = pool
+            self._seen.clear()
+        self._is_moved = pool.num_exchanges != self._exchanges
+        self._exchanges = pool.num_exchanges
+        fresh: dict[int, StepTokens] = {}
+        for part in parts:
+            table, count = pool.table(part.request), len(part.blocks)
+            before, known = self._seen.get(part.request, (None, 0))
+            if before is table and known == count:
+                continue
+            first = -(-part.start // pool.block_size)
+            for block in part.blocks[max(first, known if before is table else 0) :]:
+                if block in fresh:
+                    self._refuse("wrong_owner", int(block), part, fresh[block].request)
+                fresh[int(block)] = part
+            self._seen[part.request] = table, count
+        if len(self._seen) > pool.num_requests:
+            self._seen = {each: seen for each, seen in self._seen.items() if each in pool}
+        return fresh
+
+    def _check_pool(
+        self, parts: Sequence[StepTokens], fresh: dict[int, StepTokens], pool: BlockPool
+    ) -> None:
+        tables = {each: pool.table(each).blocks for each in pool.requests}
+        held = np.concatenate([np.array(blocks, np.int64) for blocks in tables.values()])
+        counts = np.bincount(held, minlength=pool.num_blocks)
+        wrong = {block: "wrong_owner" for block in fresh if counts[block] != 1}
+        size = pool.block_size
+        for part in parts:
+            for block in part.blocks[part.start // size : -(-(part.start + part.count) // size)]:
+                if counts[block] != 1:
+                    wrong.setdefault(int(block), "shared_write")
+        free = np.flatnonzero(self._free & (counts > 0))
+        wrong.update((int(block), "use_after_free") for block in free)
+        for block, kind in wrong.items():
+            holders = [each for each, blocks in tables.items() if block in blocks]
+            mine = [part for part in parts if block in part.blocks]
+            if mine:
+                part = fresh.get(block, mine[-1])
+                self._refuse(kind, block, part, *(each for each in holders if each != part.request))
+
+    def _refuse(self, kind: str, block: int, part: StepTokens, *others: Hashable) -> NoReturn:
+        self._seen.clear()
+        holds = f", which request {others[0]!r} holds" if others else ""
+        position = list(part.blocks).index(block) * self._cache.block_size
+        places = {"request": part.request, "block": block, "position": position}
+        self._ledger.raise_for(kind, f"has block {block}{holds}", **places)
+
+    def _reset(self, blocks: Sequence[int] | NDArray[np.int64]) -> None:
+        if len(blocks):
+            at = np.asarray(blocks, np.int64)
+            for name, buffer in self._cache.named_buffers(recurse=False):
+                if not name.startswith("tag_"):
+                    poison(buffer, at, self._cache.num_blocks)
+            self._ledger.freed(at, self._ledger.step - 1)
+
+    def _tags(self) -> list[Tensor]:
+        named = self._cache.named_buffers(recurse=False)
+        return [buffer for name, buffer in named if name.startswith("tag_")]
+
+    def _is_free(self, block: int) -> bool:
+        return bool(self._free[block])
+
+
+def watched_cache(executor: Executor) -> PagedKVCache:
+    """Returns the cache of an executor with a shadow.
+
+    Raises:
+        ConfigError: it has none: it computes on several ranks, or elsewhere.
+    """
+    cache = getattr(executor, "cache", None)
+    if executor.report().ranks > 1 or not isinstance(cache, PagedKVCache) or cache.shadow is None:
+        raise ConfigError(
+            f"expected sanitize with the executor of one process, got {type(executor).__name__}: "
+            "look for the fault without ranks, or leave sanitize out"
+        )
+    return cache

@@ -1,0 +1,224 @@
+"""The sanitizer of a cache whose steps the caller names: ours, or tensors with foreign kernels."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.step_shadow import step_shadow
+from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.cache.slot_shadow import LayerShadow, SlotShadow, check_layer
+from compiled_attn.testing.sanitizer.ledger import Ledger, StepTokens, poison
+
+__all__ = ["CacheWatch", "TensorWatch"]
+
+Op = TypeVar("Op", bound=Callable[..., Any])
+
+_CACHES = ("key_cache", "k_cache", "kv_cache", "key_cache_", "k_cache_", "cache", "key")
+_SLOTS = ("slot_mapping", "slots")
+_TABLES = ("block_tables", "block_table", "page_table")
+_LENGTHS = ("seq_lens", "cache_seqlens", "context_lens", "seqused_k", "cache_lens")
+
+
+class CacheWatch:
+    """Checks the calls over a `PagedKVCache`; the caller says what each step computes.
+
+    Args:
+        cache: without a shadow.
+        max_requests, max_tokens: of a step at most, padding included.
+        max_blocks: of a request at most.
+    """
+
+    def __init__(
+        self, cache: PagedKVCache, *, max_requests: int, max_tokens: int, max_blocks: int | None
+    ) -> None:
+        width = min(cache.num_blocks - 1, max_blocks or cache.num_blocks - 1)
+        device = cache.key(0).device
+        shadow = SlotShadow(
+            cache.num_layers, cache.block_size, max_requests, max_tokens, width, device
+        )
+        cache.cast(shadow)
+        named = dict(cache.named_buffers(recurse=False))
+        tags = [each for name, each in named.items() if name.startswith("tag_")]
+        kept = [each for name, each in named.items() if not name.startswith("tag_")]
+        self._begin(shadow, tags, kept, cache.num_blocks)
+
+    def _begin(
+        self,
+        shadow: SlotShadow,
+        tags: list[Tensor],
+        kept: list[Tensor],
+        num_blocks: int,
+        calls: int = 1,
+    ) -> None:
+        self._shadow, self._tags, self._kept, self._num_blocks = shadow, tags, kept, num_blocks
+        self._free = np.ones(num_blocks, np.bool_)
+        self._ledger = Ledger(
+            shadow, lambda: self._tags, num_blocks, lambda block: bool(self._free[block]), calls
+        )
+
+    def step(self, parts: Sequence[StepTokens]) -> None:
+        """Says what the following calls compute, in the order of their rows; checks those before.
+
+        Raises:
+            CorruptCache: a call before read or wrote a wrong slot, or two tokens have one slot.
+            ValueError: more requests than ``max_requests``, or too few blocks.
+        """
+        self.check()
+        for part in parts:
+            self._free[np.asarray(part.blocks, np.int64)] = False
+        self._ledger.step += 1
+        self._ledger.begin(parts)
+
+    def check(self) -> None:
+        """Raises CorruptCache if a call since the last `step` read or wrote a wrong slot."""
+        if self._ledger.step:
+            self._ledger.check()
+
+    def free(self, blocks: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Says that blocks are free: they become NaN, and reading them an error."""
+        at = np.asarray(blocks, np.int64)
+        for tensor in self._kept:
+            poison(tensor, at, self._num_blocks)
+        self._ledger.freed(at, self._ledger.step)
+        self._free[at] = True
+
+
+class TensorWatch(CacheWatch):
+    """Checks foreign kernels over tensors, in calls through `wrap`.
+
+    Args:
+        layers: the cache tensors of each layer (key and value, or one of both), of which axis 0 is
+            the blocks, or the slots of all blocks.
+        block_size: slots in a block.
+        num_blocks: None: axis 0 of the first tensor.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Tensor | Sequence[Tensor]],
+        *,
+        block_size: int,
+        num_blocks: int | None,
+        max_requests: int,
+        max_tokens: int,
+        max_blocks: int | None,
+    ) -> None:
+        groups = [(each,) if isinstance(each, Tensor) else tuple(each) for each in layers]
+        kept = [tensor for group in groups for tensor in group]
+        _refuse_overlap(kept)
+        first = kept[0]
+        count = first.shape[0] if num_blocks is None else num_blocks
+        width = min(count - 1, max_blocks or count - 1)
+        self._layer_of = {
+            tensor.data_ptr(): n for n, group in enumerate(groups) for tensor in group
+        }
+        # Writes and reads are separate calls, each with an error of its own.
+        shadow = SlotShadow(
+            2 * len(groups), block_size, max_requests, max_tokens, width, first.device
+        )
+        shape = (count, block_size)
+        tags = [torch.zeros(shape, dtype=torch.int32, device=first.device) for _ in groups]
+        self._begin(shadow, tags, kept, count, calls=2)
+
+    def wrap(self, op: Op, *, padding_slot: int | None = -1) -> Op:
+        """Returns a kernel that checks its arguments before it runs.
+
+        Found by name: the cache (``key_cache``, ``k_cache``), where it writes (``slot_mapping``),
+        what it reads (``block_table`` and ``seq_lens``, ``cache_seqlens`` or ``context_lens``). A
+        kernel that appends ``k`` by its block table (`flash_attn_with_kvcache`) writes after
+        ``cache_seqlens``.
+
+        Args:
+            op: the kernel.
+            padding_slot: the slot of tokens that the kernel skips; None: it skips none.
+
+        Raises:
+            TypeError: the kernel has no such arguments.
+        """
+        signature = inspect.signature(op)
+        names = [*signature.parameters]
+        cache, slots, table, lengths = (
+            next((each for each in known if each in names), None)
+            for known in (_CACHES, _SLOTS, _TABLES, _LENGTHS)
+        )
+        if cache is None or (slots is None and (table is None or lengths is None)):
+            raise TypeError(
+                "expected a kernel with a key cache and either slot_mapping or a block table and "
+                f"lengths, got {', '.join(names)}: give it such names in a lambda"
+            )
+
+        @functools.wraps(op)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = given.arguments
+            layer = self._layer_of.get(values[cache].data_ptr())
+            if layer is None:
+                raise ValueError(
+                    "expected a cache that the sanitizer was made for, got another one: pass all "
+                    "layers to kv_sanitizer"
+                )
+            where = None if slots is None else values[slots]
+            rows = None if table is None else values[table]
+            held = None if lengths is None else values[lengths]
+            self._check_call(layer, where, rows, held, values.get("k"), padding_slot)
+            return op(*args, **kwargs)
+
+        return cast(Op, checked)
+
+    def _check_call(
+        self,
+        layer: int,
+        slots: Tensor | None,
+        table: Tensor | None,
+        lengths: Tensor | None,
+        appended: Tensor | None,
+        padding: int | None,
+    ) -> None:
+        shadow, size = self._shadow, self._shadow.block_size
+        if appended is not None and table is not None and lengths is not None:
+            new = torch.arange(appended.shape[1], device=table.device)
+            position = lengths[:, None] + new
+            slots = (table.gather(1, position // size) * size + position % size).flatten()
+            lengths = lengths + appended.shape[1]
+        elif slots is not None and padding is not None:
+            slots = torch.where(slots == padding, 0, slots)
+        tags = self._tags[layer]
+        count = 0 if slots is None else slots.shape[0]
+        if slots is not None:
+            metadata = UnifiedMetadata(size, slots)
+            step = step_shadow(shadow, metadata)
+            check_layer(LayerShadow(tags, shadow.error(2 * layer), step), slots, reads=False)
+        if table is not None and lengths is not None:
+            known = shadow.first("lengths", lengths.shape[0])
+            starts = torch.nn.functional.pad(shadow.first("counts", len(known)).cumsum(0), (1, 0))
+            # The lengths of padded rows do not matter.
+            lengths = torch.where(known == 0, 0, lengths)
+            none = shadow.first("slots", count)
+            metadata = UnifiedMetadata(
+                size, none, block_tables=table, seq_lens=lengths, query_start_loc=starts
+            )
+            step = step_shadow(shadow, metadata)
+            check_layer(LayerShadow(tags, shadow.error(2 * layer + 1), step), None)
+
+
+def _refuse_overlap(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError("expected cache tensors, got none: pass those of each layer")
+    spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors)
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(
+                "expected layers with memory of their own, got two that share some: pass each "
+                "tensor once"
+            )
