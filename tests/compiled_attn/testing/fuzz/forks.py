@@ -70,23 +70,22 @@ class Forks(Toy):
         return tokens
 
     def reserved(self, name):
-        length = len(self.running[name][0])
-        if not self.pool.can_reserve(name, length):
-            return False
-        added = self.pool.reserve(name, length)
-        if self.watch and added:  # whoever had them before
-            self.watch.free(added)
-        return True
+        table = self.pool.table(name)
+        before = [*table.blocks]
+        is_reserved = self.pool.try_reserve(name, max(table.length, len(self.running[name][0])))
+        if self.watch and (added := [each for each in table.blocks if each not in before]):
+            self.watch.free(added)  # whoever had them before
+        return is_reserved
 
     def write(self):
-        parts = []
+        parts, requests = [], []
         for name, (text, *_) in self.running.items():
             table = self.pool.table(name)
             start = table.num_computed
             parts.append(StepTokens(name, text, start, len(text) - start, [*table.blocks]))
+            requests.append(Request(text[start:], start, table.array[: len(table.blocks)].copy()))
         if self.watch:
             self.watch.step(parts)
-        requests = [Request(each.tokens[each.start :], each.start, each.blocks) for each in parts]
         batch = self.builder.build(requests)
         rows = torch.zeros(len(batch.input_ids), 1, DIM)
         rows[:, 0, 0] = batch.input_ids
@@ -96,7 +95,8 @@ class Forks(Toy):
 
     def decode(self, name, tokens):
         text, _, children = request = self.running[name]
-        blocks = torch.tensor(self.pool.table(name).blocks)
+        table = self.pool.table(name)
+        blocks = torch.tensor(table.array[: len(table.blocks)])
         keys = self.keys.key_blocks(0)[blocks, :, 0, 0].flatten()[: len(text)]
         token = next_token([int(each) for each in keys])
         self.pool.commit(name, text, len(text))
