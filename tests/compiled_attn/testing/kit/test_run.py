@@ -41,6 +41,15 @@ def test_a_report_is_the_same_in_text_json_and_html():
         assert "window" in text and "FAILED" in text and failed["message"][:20] in text
 
 
+def test_nan_that_passes_is_the_failure_of_the_cases_about_it_alone():
+    report = check(
+        Kernel("multiplies hidden values by 0"), cases=["poison", "window", "padding", "empty"]
+    )
+    status = {each.case.name: each.status for each in report.results}
+    assert status.pop("poison_nan") == status.pop("poison_inf") == "failed"
+    assert set(status.values()) == {"passed"} and "window" in status
+
+
 def test_the_same_seed_gives_the_same_steps_and_another_one_others():
     subject = Subject.of(Kernel())
     case = CASES[0]
