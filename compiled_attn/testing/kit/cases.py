@@ -189,6 +189,13 @@ def neighbours(plan: Plan) -> Iterator[Step]:
     yield plan.general()
 
 
+@_case("a second call is right when other metadata is in the same buffers", check=checks.again,
+       sizes="first")  # fmt: skip
+def same_buffers(plan: Plan) -> Iterator[Step]:
+    yield plan.decodes()
+    yield plan.general()
+
+
 @_case("nothing but the outputs is written", check=checks.inputs)
 def inputs(plan: Plan) -> Iterator[Step]:
     if plan.interface.appends != "always":

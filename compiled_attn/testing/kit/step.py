@@ -103,15 +103,17 @@ class Step:
     def changed(self) -> Step:
         """Returns another step for the same buffers: other lengths, blocks and numbers.
 
-        Requests keep their places, so that shapes stay; the longest becomes the shortest. Row
-        counts move to other requests unless all are equal.
+        Requests keep their places, so that shapes stay; the longest becomes the shortest, and the
+        new longest one has a block more than any had. Row counts move to other requests unless all
+        are equal.
         """
         counts = [rows for rows, _ in self.requests][::-1]
         olds = [keys - rows for rows, keys in self.requests]
         order = sorted(range(len(olds)), key=olds.__getitem__)
         past = dict(zip(order, reversed([olds[at] for at in order]), strict=True))
+        size = self.block_size
         requests = tuple(
-            (rows, min(self.capacity, past[at] + rows + 1)) for at, rows in enumerate(counts)
+            (rows, min(self.capacity, past[at] + rows + size)) for at, rows in enumerate(counts)
         )
         return self.but(requests=requests, seed=self.seed + 1, shared=0, room=self.width)
 
