@@ -148,7 +148,7 @@ def _twice(
 def _replayed(trial: Trial, run: Callable[[], Any], call: Call) -> tuple[Tensor, Tensor | None]:
     try:
         returned = run()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Mismatch(raised(error)) from error
     return trial.results(returned, call)
 
