@@ -326,12 +326,14 @@ def empty_rows(plan: Plan) -> Iterator[Step]:
 @_case("queries, caches and tables may be parts of larger tensors", "strided")
 def strided(plan: Plan) -> Iterator[Step]:
     yield plan.general(strided=True)
+    yield plan.general(gaps=True)
 
 
 @_case("writes to a part of a larger tensor leave the rest", "strided append",
        check=checks.written)  # fmt: skip
 def strided_append(plan: Plan) -> Iterator[Step]:
     yield plan.general(strided=True, append=True)
+    yield plan.general(gaps=True, append=True)
 
 
 @_case("block tables and lengths may be int64", "int64_tables")

@@ -244,7 +244,7 @@ def _functions_of(scene: Scene) -> Iterator[Callable[..., Any]]:
 
     for value in scene.fields.values():
         yield from walk(value)
-    if scene.step.strided:
+    if scene.step.strided or scene.step.gaps:
         yield widened
 
 

@@ -40,6 +40,7 @@ class Step:
         rotary: elements of a head that are rotated; 0: none.
         index: dtype of block tables and lengths.
         strided: queries, caches and tables are views of larger tensors.
+        gaps: so are the blocks: keys and values may be the halves of a larger one.
         padding: query rows of no request.
         padded_requests: rows of the batch that are no request.
         unowned: what is in memory that belongs to no request.
@@ -69,6 +70,7 @@ class Step:
     rotary: int = 0
     index: torch.dtype = torch.int32
     strided: bool = False
+    gaps: bool = False
     padding: int = 0
     padded_requests: int = 0
     unowned: float = JUNK

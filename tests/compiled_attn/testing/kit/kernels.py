@@ -60,6 +60,11 @@ class Kernel:
         if bug == "contiguous strides" and not key_cache.is_contiguous():
             steps = torch.empty(key_cache.shape, device="meta").stride()
             key_cache = key_cache.as_strided(key_cache.shape, steps)
+        if bug == "blocks without gaps":
+            key_cache, value_cache = (
+                each.as_strided(each.shape, (size * each.stride(1), *each.stride()[1:]))
+                for each in (key_cache, value_cache)
+            )
         if bug in ("stale number of blocks", "buffers of the first call"):
             if not hasattr(seq_lens, "_first"):
                 seq_lens._first = seq_lens.clone()
@@ -275,6 +280,7 @@ BUGS = {
     "NaN in padded rows": "padding_rows",
     "NaN in empty rows": "empty_rows",
     "contiguous strides": "strided",
+    "blocks without gaps": "strided",
     "reads int64 as int32": "int64_tables",
     "stale lengths": "same_buffers",
     "stale tables": "same_buffers",

@@ -24,6 +24,7 @@ BROKEN = [
     ("clears the rest of the block", "append"),
     ("NaN in padded rows", "padding_rows"),
     ("contiguous strides", "strided"),
+    ("blocks without gaps", "strided"),
     ("lse without the sink", "lse_sinks"),
     ("the first scale for all", "int8"),
 ]
