@@ -20,7 +20,7 @@ from compiled_attn.testing.fuzz.runner import Failure, run
 from compiled_attn.testing.fuzz.shrink import script, shrink
 from compiled_attn.testing.fuzz.target import Target
 from compiled_attn.testing.fuzz.trace import Trace, TraceError
-from graphs.cli.errors import BAD_INPUT, FAILED, UserError, print_error
+from graphs.cli.errors import BAD_INPUT, FAILED, UserError, print_error, refuse_unwritable
 
 __all__ = ["run_command"]
 
@@ -171,7 +171,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)  # fmt: skip
 
 
+def _check(options: argparse.Namespace) -> None:
+    for name in ("requests", "steps", "minutes", "size", "keep", "failures", "runs"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise UserError(f"expected --{name} above 0, got {value}")
+    try:
+        refuse_unwritable((options.script, options.json, options.sum), None)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
 def _fuzz(options: argparse.Namespace) -> int:
+    _check(options)
     import torch
 
     torch.set_num_threads(1)  # the models are tiny
@@ -239,7 +251,7 @@ def _report(
 
     def fails(smaller: Trace) -> bool:
         other = maker.failure(smaller)
-        return other is not None and other.kind == failure.kind
+        return other is not None and other.cause == failure.cause
 
     if fails(trace):
         trace = shrink(trace, fails, options.runs)
@@ -264,7 +276,7 @@ def _target(options: argparse.Namespace) -> type[Target]:
         raise UserError(f"expected a target of {[*TARGETS]} or module:Class, got {name!r}")
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # of its module
         raise UserError(f"cannot import the target {name}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Target)):
         raise UserError(

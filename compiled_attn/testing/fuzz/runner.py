@@ -40,6 +40,11 @@ class Failure:
     operation: int
     request: int = -1
 
+    @property
+    def cause(self) -> tuple[str, str]:
+        """The kind, and of a crash the exception: equal for what has the same cause."""
+        return self.kind, self.message.partition(":")[0] if self.kind == "crash" else ""
+
     def __str__(self) -> str:
         return f"{self.kind} at operation {self.operation}: {self.message}"
 

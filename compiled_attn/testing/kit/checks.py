@@ -17,7 +17,7 @@ from compiled_attn.testing.kit.tensors import bits, tensors_in
 from compiled_attn.testing.kit.trial import Call, Measured, Mismatch, Trial, raised, restore
 from graphs.capture.contract import Backend
 
-__all__ = ["Check", "inputs", "neighbours", "replay", "values", "written"]
+__all__ = ["Check", "again", "inputs", "neighbours", "replay", "values", "written"]
 
 Check = Callable[[Trial, Step], Measured]
 """Checks a step; raises `Mismatch`."""
@@ -35,7 +35,7 @@ def neighbours(trial: Trial, step: Step) -> Measured:
     note = ""
     call = trial.call(step)
     before, again = (trial.run(each)[0].clone() for each in (call, trial.call(step)))
-    for request in (0, len(step.requests) - 1):
+    for request in range(len(step.requests)):
         mine = [*call.scene.rows_of(request)]
 
         def poison(
@@ -110,10 +110,25 @@ def written(trial: Trial, step: Step) -> Measured:
 
 def replay(trial: Trial, step: Step, backend: Backend | None = None) -> Measured:
     """A captured call is right again after the metadata in its buffers changed."""
+    return _twice(trial, step, lambda call: same_buffers(trial, call, backend))
+
+
+def again(trial: Trial, step: Step) -> Measured:
+    """A second call in the same buffers is right after the metadata in them changed."""
+
+    def called(call: Call) -> tuple[Callable[[], Any], str]:
+        return torch.no_grad()(lambda: trial.op(*call.args, **call.kwargs)), "called"
+
+    return _twice(trial, step, called)._replace(note="")
+
+
+def _twice(
+    trial: Trial, step: Step, captured: Callable[[Call], tuple[Callable[[], Any], str]]
+) -> Measured:
     first, other = trial.call(step), trial.call(step.changed())
     saved, changes = bits(first.inputs), [each.clone() for each in tensors_in(other.inputs)]
     (want, allowed), (new_want, new_allowed) = trial.want(first), trial.want(other)
-    run, note = same_buffers(trial, first, backend)
+    run, note = captured(first)
     restore(saved, first.inputs)
     measured = trial.compare(first, _replayed(trial, run, first), want, allowed)
     for tensor, new in zip(tensors_in(first.inputs), changes, strict=True):
@@ -133,7 +148,7 @@ def replay(trial: Trial, step: Step, backend: Backend | None = None) -> Measured
 def _replayed(trial: Trial, run: Callable[[], Any], call: Call) -> tuple[Tensor, Tensor | None]:
     try:
         returned = run()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Mismatch(raised(error)) from error
     return trial.results(returned, call)
 

@@ -80,6 +80,8 @@ def test(
     given = {name: value for name, value in changes.items() if value is not None}
     report = run_cases(find(op, interface, given), seed, cases)
     typer.echo(str(report))
+    if not any(each.steps for each in report.results):
+        raise UserError("no case ran, since none is claimed: see --claims and -k")
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     if html_file is not None:

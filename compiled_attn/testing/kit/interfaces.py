@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,11 @@ _PAGED = frozenset({
     "shared_prefix", "padding_rows", "empty_rows", "strided", "int64_tables", "replay",
 })  # fmt: skip
 _COMMON = _PAGED | {"chunked", "window", "noncausal", "lse"}
+
+
+def _sums(lse: Tensor) -> Tensor:
+    """FlashAttention gives inf to a row that sees no key, where the reference gives -inf."""
+    return lse.masked_fill(lse.isposinf(), -math.inf)
 
 
 class Op(Interface):
@@ -157,7 +163,7 @@ class Flash(Interface):
     def results(returned: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
         """See `Interface.results`."""
         out, lse = (returned if isinstance(returned, (tuple, list)) else (returned, None))[:2]
-        return out.flatten(0, 1), None if lse is None else lse.transpose(1, 2).flatten(0, 1)
+        return out.flatten(0, 1), None if lse is None else _sums(lse.transpose(1, 2).flatten(0, 1))
 
 
 class Varlen(Interface):
@@ -203,7 +209,7 @@ class Varlen(Interface):
         out, lse = (returned if isinstance(returned, (tuple, list)) else (returned, None))[:2]
         if lse is not None and lse.shape != out.shape[:2]:  # as torch 2.11 to 2.15 have it
             lse = lse.t()
-        return out, lse
+        return out, None if lse is None else _sums(lse)
 
 
 class VarlenPacked(Varlen):

@@ -181,7 +181,7 @@ class Scene:
         size = {"int8": 25.0, "fp8_e4m3": 30.0}.get(s.cache or "", 20.0) if s.cache else spread
         rows = Expression(normal, (self._seed(which), (len(owned), *shape[2:]), dtype, size))
         at = [block for block, _ in owned], [slot for _, slot in owned]
-        return Expression(filled, (shape, s.unowned, at, rows), self._wide(2))
+        return Expression(filled, (shape, s.unowned, at, rows), 1 if s.gaps else self._wide(2))
 
     def _scales(self, which: int, factor: float) -> Expression | None:
         s = self.step
@@ -191,7 +191,7 @@ class Scene:
         limits = 0.02 * factor, 0.06 * factor
         rows = Expression(uniform, (self._seed(which), (len(owned), s.kv_heads), *limits))
         at = [block for block, _ in owned], [slot for _, slot in owned]
-        return Expression(filled, (shape, s.unowned, at, rows), self._wide(2))
+        return Expression(filled, (shape, s.unowned, at, rows), 1 if s.gaps else self._wide(2))
 
     def _held(self) -> list[tuple[int, int]]:
         """Slots that hold a token before the call."""

@@ -157,7 +157,8 @@ def compare(got, want, want_lse):
 
 def script(subject: Subject, result: Result) -> str:
     """Returns the script of a failed result; ``subject.source`` says how the op is imported."""
-    step, check = result.step, result.case.check.__name__
+    step, name = result.step, result.case.check.__name__
+    check = "replay" if name == "again" else name
     assert step is not None
     trial, interface = subject.trial, subject.interface
     scene = Scene(step, interface.rows != "any")
@@ -219,9 +220,9 @@ def _builder(name: str, scene: Scene, device: str) -> str:
 
 
 def _others(scene: Scene, step: Step) -> str:
-    """What `compiled_attn.testing.kit.checks.neighbours` makes nan, for both requests."""
+    """What `compiled_attn.testing.kit.checks.neighbours` makes nan, for each request."""
     each = []
-    for request in dict.fromkeys((0, len(step.requests) - 1)):
+    for request in range(len(step.requests)):
         mine = [*scene.rows_of(request)]
         rows = [row for row in range(scene.tokens) if row not in mine]
         own = {*scene.owned[request]}
@@ -244,7 +245,7 @@ def _functions_of(scene: Scene) -> Iterator[Callable[..., Any]]:
 
     for value in scene.fields.values():
         yield from walk(value)
-    if scene.step.strided:
+    if scene.step.strided or scene.step.gaps:
         yield widened
 
 

@@ -50,9 +50,9 @@ def _smaller(subject: Subject, step: Step) -> Iterator[Step]:
         if len(requests) > 1:
             yield step.but(requests=requests[:at] + requests[at + 1 :])
     plain = Step(())
-    for name in ("alibi", "sinks", "softcap", "window", "strided", "cache", "shared", "padding",
-                 "padded_requests", "lse", "rotary", "scale", "spread", "latent", "value_dim",
-                 "causal", "index", "room"):  # fmt: skip
+    for name in ("alibi", "sinks", "softcap", "window", "strided", "gaps", "cache", "shared",
+                 "padding", "padded_requests", "lse", "rotary", "scale", "spread", "latent",
+                 "value_dim", "causal", "index", "room"):  # fmt: skip
         if getattr(step, name) != getattr(plain, name) and not (
             name == "value_dim" and step.latent
         ):

@@ -40,6 +40,7 @@ class Step:
         rotary: elements of a head that are rotated; 0: none.
         index: dtype of block tables and lengths.
         strided: queries, caches and tables are views of larger tensors.
+        gaps: so are the blocks: keys and values may be the halves of a larger one.
         padding: query rows of no request.
         padded_requests: rows of the batch that are no request.
         unowned: what is in memory that belongs to no request.
@@ -69,6 +70,7 @@ class Step:
     rotary: int = 0
     index: torch.dtype = torch.int32
     strided: bool = False
+    gaps: bool = False
     padding: int = 0
     padded_requests: int = 0
     unowned: float = JUNK
@@ -103,15 +105,17 @@ class Step:
     def changed(self) -> Step:
         """Returns another step for the same buffers: other lengths, blocks and numbers.
 
-        Requests keep their places, so that shapes stay; the longest becomes the shortest. Row
-        counts move to other requests unless all are equal.
+        Requests keep their places, so that shapes stay; the longest becomes the shortest, and the
+        new longest one has a block more than any had. Row counts move to other requests unless all
+        are equal.
         """
         counts = [rows for rows, _ in self.requests][::-1]
         olds = [keys - rows for rows, keys in self.requests]
         order = sorted(range(len(olds)), key=olds.__getitem__)
         past = dict(zip(order, reversed([olds[at] for at in order]), strict=True))
+        size = self.block_size
         requests = tuple(
-            (rows, min(self.capacity, past[at] + rows + 1)) for at, rows in enumerate(counts)
+            (rows, min(self.capacity, past[at] + rows + size)) for at, rows in enumerate(counts)
         )
         return self.but(requests=requests, seed=self.seed + 1, shared=0, room=self.width)
 

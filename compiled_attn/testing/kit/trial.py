@@ -165,7 +165,7 @@ class Trial(NamedTuple):
                 returned = self.op(*call.args, **call.kwargs)
         except ImportError as error:  # no case could pass
             raise CapabilityError(f"the op cannot be called here: {raised(error)}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # which would end the run with its exit code
             raise Mismatch(raised(error)) from error
         return self.results(returned, call)
 
@@ -222,7 +222,7 @@ class Trial(NamedTuple):
         return Measured(error.max().item() if error.numel() else 0.0, allowed[0])
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     """Returns an exception in one line."""
     text = " ".join(str(error).split()) or "no message"
     return clipped(f"{type(error).__name__}: {text}", 400)

@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_attn.testing import reference
 from compiled_attn.testing.capabilities import FEATURES
 from compiled_attn.testing.kit.interface import Arguments, Interface
+from compiled_attn.testing.kit.step import Step
 
 __all__ = ["Unified"]
 
@@ -75,6 +76,11 @@ class Unified(Interface):
         caches = flat(s.key_cache), flat(s.value_cache)
         args = s.query, s.key, s.value, *caches, s.scale, metadata
         return args, {name: value for name, value in options.items() if value is not None}
+
+    @classmethod
+    def why_not(cls, step: Step) -> str | None:
+        """See `Interface.why_not`."""
+        return "slots have one stride" if step.gaps else None
 
     @staticmethod
     def results(returned: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:

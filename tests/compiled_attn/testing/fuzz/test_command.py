@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from compiled_attn.testing.fuzz import Trace, run
+from compiled_attn.testing.fuzz import Operation, Settings, Trace, run
 from compiled_attn.testing.fuzz.command import run_command
 from tests.compiled_attn.testing.fuzz import toy
 
@@ -71,6 +71,38 @@ def test_a_failure_is_written_as_a_script(tmp_path, capsys):
     assert fuzz("--target", TOY, "--replay", replayed) == 0
 
 
+class Crashes(toy.Toy):
+    """After an abort with another exception."""
+
+    def step(self):
+        new = super().step()
+        if self.steps >= 3:
+            raise (KeyError if self.aborts else ZeroDivisionError)("third step")
+        return new
+
+
+def test_a_crash_is_not_shrunk_to_another_one(tmp_path):
+    path, report = tmp_path / "trace.json", tmp_path / "report.json"
+    made = [Operation("submit", request, (1, 2), 9) for request in range(3)]
+    operations = *made, Operation("abort", 1), Operation("step", count=5)
+    path.write_text(Trace(Settings(), operations).to_json())
+    target = f"{__name__}:Crashes"
+    assert fuzz("--target", target, "--replay", path, "--json", report) == 1
+    (failure,) = json.loads(report.read_text())["failures"]
+    assert "KeyError" in failure["failure"]
+    kinds = [each["kind"] for each in failure["trace"]["operations"]]
+    assert "abort" in kinds and len(kinds) < len(operations)
+
+
+@pytest.mark.parametrize("line", ["raise RuntimeError('not today')", "raise SystemExit(0)", "x ="])
+def test_a_module_that_fails_is_one_line(line, tmp_path, monkeypatch, capsys):
+    (tmp_path / "failing_target.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fuzz("--target", "failing_target:Mine") == 2
+    error = capsys.readouterr().err
+    assert "failing_target" in error and error.count("\n") == 1
+
+
 def test_runs_add_up(tmp_path):
     total = tmp_path / "sum.json"
     for _ in range(2):
@@ -111,6 +143,10 @@ def test_a_failure_of_a_kept_engine_may_need_what_it_served_before(capsys):
         (["--target", TOY, "--set", "gab=1"], "gab"),
         (["--target", TOY, "--without", "fork"], "fork"),
         (["--target", TOY, "--replay", "missing.json"], "missing.json"),
+        (["--target", TOY, "--script", "/no/folder/x.py"], "/no/folder/x.py"),
+        (["--target", TOY, "--sum", "/no/folder/x.json"], "/no/folder/x.json"),
+        (["--target", TOY, "--requests", 0], "--requests"),
+        (["--target", TOY, "--keep", -1], "--keep"),
     ],
 )
 def test_bad_input_is_one_line(arguments, names, capsys):

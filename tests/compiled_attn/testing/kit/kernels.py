@@ -60,6 +60,17 @@ class Kernel:
         if bug == "contiguous strides" and not key_cache.is_contiguous():
             steps = torch.empty(key_cache.shape, device="meta").stride()
             key_cache = key_cache.as_strided(key_cache.shape, steps)
+        if bug == "blocks without gaps":
+            key_cache, value_cache = (
+                each.as_strided(each.shape, (size * each.stride(1), *each.stride()[1:]))
+                for each in (key_cache, value_cache)
+            )
+        if bug in ("stale number of blocks", "buffers of the first call"):
+            if not hasattr(seq_lens, "_first"):
+                seq_lens._first = seq_lens.clone()
+            most = -(-int(seq_lens._first.max()) // size) * size
+            kept = seq_lens._first if bug == "buffers of the first call" else most
+            seq_lens = torch.minimum(seq_lens, torch.as_tensor(kept))
         lengths, starts = self._ints(seq_lens), query_start_loc.tolist()
         table = self._ints(block_table) if bug == "stale tables" else block_table.tolist()
         if bug == "blocks of the first request":
@@ -140,6 +151,8 @@ class Kernel:
             out[rows] = torch.einsum("hnl,lhd->nhd", weights[..., : len(key)], value).to(out.dtype)
             if bug == "NaN of one is NaN of all":
                 out += 0 * query.sum()
+            if bug == "NaN of one is NaN of the one before" and 0 < request < len(lengths) - 2:
+                out[rows] += 0 * query[starts[request + 1]].sum()
             seen = scores[..., : len(key)] if bug == "lse without the sink" else scores
             own = seen.logsumexp(-1).T
             lse[rows] = own / math.log(2) if bug == "lse of base 2" else own
@@ -247,6 +260,9 @@ BUGS = {
     "multiplies hidden values by 0": "poison_nan",
     "hides NaN alone": "poison_inf",
     "NaN of one is NaN of all": "neighbours",
+    "NaN of one is NaN of the one before": "neighbours",
+    "stale number of blocks": "same_buffers",
+    "buffers of the first call": "same_buffers",
     "scales the query in place": "inputs",
     "window off by one": "window",
     "no softcap": "softcap",
@@ -264,9 +280,10 @@ BUGS = {
     "NaN in padded rows": "padding_rows",
     "NaN in empty rows": "empty_rows",
     "contiguous strides": "strided",
+    "blocks without gaps": "strided",
     "reads int64 as int32": "int64_tables",
-    "stale lengths": "replay",
-    "stale tables": "replay",
+    "stale lengths": "same_buffers",
+    "stale tables": "same_buffers",
     "output in float64": "decode",
 }
 """Bugs of `Kernel`, and the first case that must fail."""

@@ -61,7 +61,9 @@ BAD = {
     "no number": ([f"{OP}()", "--head-dims", "a"], "--head-dims: expected numbers"),
     "an unknown interface": ([f"{OP}()", "--interface", "x"], "interface: expected one of flash"),
     "no device": ([f"{OP}()", "--device", "cuda:99"], "device 'cuda:99' is not there"),
+    "a device without memory": ([f"{OP}()", "--device", "meta"], "device 'meta' is not there"),
     "no case": ([f"{OP}()", "-k", "xyz"], "no case has 'xyz'"),
+    "no case that is claimed": ([f"{OP}()", "--claims", "softcap", "-k", "window"], "no case ran"),
     "no folder": ([f"{OP}()", "--json", "/no/folder/x.json"], "cannot write /no/folder/x.json"),
     "no option": ([f"{OP}()", "--nothing"], "--nothing"),
 }

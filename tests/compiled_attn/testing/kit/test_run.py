@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 
+from compiled_attn import flash_attn_with_kvcache
 from compiled_attn.testing import Capabilities
 from compiled_attn.testing.kit import CASES, Subject, check
 from compiled_attn.testing.kit.checks import replay
 from compiled_attn.testing.kit.run import run_case, steps_of
 from compiled_attn.testing.kit.trial import Mismatch
 from graphs.backends.cudagraph import CudaGraphBackend
-from tests.compiled_attn.testing.kit.kernels import CLAIMS, Kernel
+from tests.compiled_attn.testing.kit.kernels import CLAIMS, Kernel, WritingKernel
 from tests.graphs.backends.dispatch_double import DispatchDouble
 
 FEW = ["decode", "window", "replay"]
@@ -70,6 +71,25 @@ def test_every_size_that_is_claimed_occurs_in_every_case():
             assert {step.block_size for step in steps} == {*claims.block_sizes}
 
 
+def test_the_largest_group_is_tested_in_the_first_dtype():
+    claims = CLAIMS.replace(dtypes=(torch.float32, torch.bfloat16), groups=(1, 4))
+    case = next(each for each in CASES if each.name == "window")
+    steps = [*steps_of(Subject.of(Kernel(), claims), case)]
+    groups = {step.dtype: step.heads // step.kv_heads for step in steps}
+    assert groups == {torch.float32: 4, torch.bfloat16: 1}
+
+
+def test_a_block_of_many_counts_in_bfloat16():
+    def op(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale):
+        value_cache = value_cache.clone()
+        value_cache[block_table[seq_lens > 1000, 3].long()] = 0
+        step = block_table, seq_lens, query_start_loc, scale
+        return Kernel()(query, key_cache, value_cache, *step)
+
+    claims = Capabilities(dtypes=(torch.bfloat16,), head_dims=(64,), groups=(1,))
+    assert not check(op, claims, cases=["long_context"]).ok
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -92,6 +112,41 @@ def test_an_op_that_raises_or_returns_something_else_fails_its_case(wrong, messa
     report = check(op, claims, cases=["decode", "scale"])
     assert [each.status for each in report.results] == ["failed", "failed"]
     assert message in report.results[0].message
+
+
+def test_an_op_that_ends_the_process_fails_its_case():
+    def op(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale):
+        raise SystemExit(0)
+
+    claims = Capabilities({"replay"}, head_dims=(16,), block_sizes=(4,), groups=(1,))
+    report = check(op, claims, cases=["decode", "same_buffers", "replay"])
+    assert [each.status for each in report.results] == ["failed"] * 3
+    assert "SystemExit" in report.results[0].message
+
+
+def test_blocks_of_one_token_pass():
+    report = check(Kernel(), CLAIMS.replace(block_sizes=(1,)), cases=["mixed", "neighbours"])
+    assert report.ok, report
+
+
+def test_what_an_op_writes_is_tested_whether_it_claims_it_or_not():
+    claims = Capabilities(head_dims=(16,), block_sizes=(4,), groups=(2,))
+    report = check(WritingKernel("clears the rest of the block"), claims, cases=["append"])
+    assert not report.ok
+
+
+def test_an_empty_row_may_have_the_log_sum_exp_of_flash_attention():
+    def op(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal,
+           return_softmax_lse=False):  # fmt: skip
+        out, lse = flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table,
+            softmax_scale=softmax_scale, causal=causal, return_softmax_lse=True,
+        )  # fmt: skip
+        return out, lse.masked_fill(lse.isneginf(), torch.inf)
+
+    claims = Capabilities({"empty_rows", "lse"}, head_dims=(32,), block_sizes=(4,), groups=(1,))
+    report = check(op, claims, cases=["empty_rows", "lse"])
+    assert report.ok, report
 
 
 def test_outputs_may_be_views():
