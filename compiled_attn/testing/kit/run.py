@@ -28,17 +28,17 @@ def check(
     seed: int = 0,
     cases: Collection[str] | None = None,
 ) -> Report:
-    """Tests a paged attention op on all that it claims.
+    """Tests every feature that a paged attention op claims.
 
-    An op that raises, or returns the wrong shape, fails the case; the run goes on.
+    An op that raises, or returns the wrong shape, fails that case only.
 
     Args:
         op: a callable with one of the known signatures.
-        capabilities: what it claims, or a dict of the arguments of `Capabilities`; None: its
-            attribute ``capabilities``, or ``CAPABILITIES`` of its module.
-        interface: a name in `INTERFACES`, or an `Interface` class; None: by the parameters.
-        seed: of all steps.
-        cases: parts of the names of cases; None: all.
+        capabilities: its claims, as `Capabilities` or a dict of its arguments; None: attribute
+            ``capabilities`` of the op, or ``CAPABILITIES`` of its module.
+        interface: a name in `INTERFACES`, or an `Interface` class; None: by parameter names.
+        seed: seed of all inputs.
+        cases: substrings of the names of cases to run; None: all.
 
     Returns:
         a report; ``report.ok`` says whether all cases passed, ``print(report)`` shows the table,
@@ -59,12 +59,12 @@ def select(parts: Collection[str] | None) -> list[Case]:
     for part in parts or ():
         if not any(part in each.name for each in CASES):
             known = ", ".join(each.name for each in CASES)
-            raise CapabilityError(f"no case has {quoted(part)} in its name; there are {known}")
+            raise CapabilityError(f"no case has {quoted(part)} in its name: choose from {known}")
     return [each for each in CASES if not parts or any(part in each.name for part in parts)]
 
 
 def run_cases(subject: Subject, seed: int = 0, cases: Collection[Case] = tuple(CASES)) -> Report:
-    """Runs cases; the first that fails is shrunk."""
+    """Runs cases, and shrinks the first that fails."""
     results: list[Result] = []
     for case in cases:
         may_shrink = not any(each.status == "failed" for each in results)
@@ -73,7 +73,7 @@ def run_cases(subject: Subject, seed: int = 0, cases: Collection[Case] = tuple(C
 
 
 def run_case(subject: Subject, case: Case, seed: int = 0, *, may_shrink: bool = True) -> Result:
-    """Runs one case for all sizes that are claimed, up to the first failure."""
+    """Runs one case for the claimed sizes, up to the first failure."""
     missing = sorted(case.needs - subject.claims.features)
     if missing:
         return Result(case, "not claimed", f"not claimed: {', '.join(missing)}")
@@ -97,7 +97,7 @@ def run_case(subject: Subject, case: Case, seed: int = 0, *, may_shrink: bool = 
 
 
 def steps_of(subject: Subject, case: Case, seed: int = 0) -> Iterator[Step]:
-    """Yields the steps of a case, those that the interface cannot express left out."""
+    """Yields the steps of a case that the interface can express."""
     claims, interface = subject.claims, subject.interface
     axes = claims.dtypes, claims.head_dims, claims.block_sizes, claims.groups
     sizes: Iterable[tuple[Any, ...]]
@@ -113,6 +113,6 @@ def steps_of(subject: Subject, case: Case, seed: int = 0) -> Iterator[Step]:
             append=interface.appends == "always",
         )  # fmt: skip
         for step in case.steps(Plan(claims, interface, base)):
-            step = step.but(seed=next(numbers))
+            step = step.replace(seed=next(numbers))
             if not interface.why_not(step):
                 yield step

@@ -60,7 +60,7 @@ BAD = {
     "an unknown dtype": ([f"{OP}()", "--dtypes", "int3"], "dtypes: expected some of float16"),
     "no number": ([f"{OP}()", "--head-dims", "a"], "--head-dims: expected numbers"),
     "an unknown interface": ([f"{OP}()", "--interface", "x"], "interface: expected one of flash"),
-    "no device": ([f"{OP}()", "--device", "cuda:99"], "device 'cuda:99' is not there"),
+    "no device": ([f"{OP}()", "--device", "cuda:99"], "device 'cuda:99' is not available"),
     "no case": ([f"{OP}()", "-k", "xyz"], "no case has 'xyz'"),
     "no folder": ([f"{OP}()", "--json", "/no/folder/x.json"], "cannot write /no/folder/x.json"),
     "no option": ([f"{OP}()", "--nothing"], "--nothing"),
