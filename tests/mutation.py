@@ -1,10 +1,12 @@
 """Mutation testing: changes one expression at a time and expects the tests to notice.
 
     python tests/mutation.py [PATH ..]  # files of mutation.toml whose path contains one of these
+    python tests/mutation.py --target corruption  # only what the fuzzer and the sanitizer must find
 
 Mutants live in a copy of the tree. One process imports torch and pytest once and forks for each
 mutant; the child writes the changed file, then runs the tests of that file until one fails.
-`mutation.toml` lists files, tests, and why some survivors change nothing.
+`mutation.toml` lists files, tests, and why some survivors change nothing. A target may also list
+the functions to change (``scopes``), changes by hand, and survivors that are ``harmless`` to it.
 """
 
 from __future__ import annotations
@@ -46,9 +48,12 @@ class Mutant(NamedTuple):
     before: str
     after: str
     source: str
+    name: str = ""  # of a change by hand
 
     @property
     def key(self) -> str:
+        if self.name:
+            return f"{self.file}: {self.name}"
         # Another line of the function may be replaced by the same.
         before = f"{self.before} -> " if self.after in ("pass", "return None") else ""
         return f"{self.file} {self.scope}: {before}{self.after}"
@@ -127,11 +132,44 @@ def mutants_of(file: str) -> Iterator[Mutant]:
             yield mutant
 
 
-def sample(file: str, skipped: list[str], count: int, seed: int) -> list[Mutant]:
-    """Samples by a hash of the key: after a change elsewhere in the file it is the same sample."""
-    mutants = [mutant for mutant in mutants_of(file) if mutant.scope not in skipped]
+def sample(
+    file: str, skipped: list[str], count: int, seed: int, scopes: list[str] | None = None
+) -> list[Mutant]:
+    """Samples by a hash of the key: after a change elsewhere in the file it is the same sample.
+
+    Only functions of ``scopes`` are changed; None: all but the skipped ones.
+    """
+    found = [*mutants_of(file)]
+    if scopes is None:
+        mutants = [mutant for mutant in found if mutant.scope not in skipped]
+    else:
+        mutants = [mutant for mutant in found if mutant.scope in scopes]
+        if missing := {*scopes} - {mutant.scope for mutant in mutants}:
+            sys.exit(f"expected functions of {file}, got {sorted(missing)}: see mutation.toml")
     mutants.sort(key=lambda each: hashlib.sha256(f"{seed} {each.key}".encode()).digest())
     return sorted(mutants[:count], key=lambda each: each.line)
+
+
+def changed_by_hand(file: str, name: str, before: str, after: str) -> Mutant:
+    """Returns the mutant in which a text that occurs once in a file is replaced."""
+    source = (ROOT / file).read_text()
+    if source.count(before) != 1:
+        sys.exit(f"expected {before!r} once in {file}, got {source.count(before)} for {name!r}")
+    line = source[: source.index(before)].count("\n") + 1
+    texts = (" ".join(each.split()) for each in (before, after))
+    return Mutant(file, line, "", *texts, source.replace(before, after), name)
+
+
+class FirstFailure:
+    """A plugin of pytest that writes the first test that fails to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called after each phase of a test."""
+        if report.failed and not self.path.exists():
+            self.path.write_text(report.nodeid.partition("::")[2])
 
 
 def fork_tests(tree: Path, tests: list[str], mutant: Mutant | None) -> int:
@@ -152,7 +190,8 @@ def fork_tests(tree: Path, tests: list[str], mutant: Mutant | None) -> int:
             Path(mutant.file).write_text(mutant.source)
             Path(importlib.util.cache_from_source(mutant.file)).unlink(missing_ok=True)
         options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={tree}/tmp"]
-        status = int(pytest.main([*options, "--hypothesis-profile=mutation", *tests]))
+        options += ["--hypothesis-profile=mutation"]
+        status = int(pytest.main([*options, *tests], plugins=[FirstFailure(tree / "killer")]))
         files = [(name, getattr(each, "__file__", None)) for name, each in sys.modules.items()]
         foreign = [name for name, file in files if file and tree not in Path(file).parents]
         Path("modules").write_text("\n".join(foreign))
@@ -173,8 +212,8 @@ def poll(pid: int, deadline: float) -> str:
     return "killed" if status else "survived"
 
 
-def run(folder: Path, plan: list[tuple], jobs: int) -> Iterator[tuple[Mutant, str]]:
-    """Yields each mutant of the plan's ``(tests, mutants)`` and its result."""
+def run(folder: Path, plan: list[tuple], jobs: int) -> Iterator[tuple[Mutant, str, str]]:
+    """Yields each mutant of the plan's ``(tests, mutants)``, its result, and which test failed."""
     trees = [folder / str(at) for at in range(jobs)]
     shutil.copytree(ROOT, trees[0], ignore=shutil.ignore_patterns(".*", "__pycache__", "build"))
     work = []
@@ -205,7 +244,9 @@ def run(folder: Path, plan: list[tuple], jobs: int) -> Iterator[tuple[Mutant, st
                 if tree in running and (result := poll(*running[tree][:2])):
                     _, _, mutant, original = running.pop(tree)
                     (tree / mutant.file).write_text(original)
-                    yield mutant, result
+                    killer = tree / "killer"
+                    yield mutant, result, killer.read_text() if killer.exists() else ""
+                    killer.unlink(missing_ok=True)
             time.sleep(0.01)
     finally:
         for pid, *_ in running.values():
@@ -215,34 +256,48 @@ def run(folder: Path, plan: list[tuple], jobs: int) -> Iterator[tuple[Mutant, st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", help="parts of paths of files to change; default: all")
+    parser.add_argument("--target", help="only targets whose name begins so; default: `make` ones")
     parser.add_argument("--mutants", type=int, default=12, help="per file")
     parser.add_argument("--seed", type=int, default=0, help="samples other mutants")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     settings = tomllib.loads((ROOT / "tests/mutation.toml").read_text())
-    plan = []
-    for target in settings["target"].values():
-        files = [f for f in target["files"] if any(path in f for path in options.paths or [""])]
-        chosen = [sample(f, settings["skipped"], options.mutants, options.seed) for f in files]
-        if files:
-            plan.append((target["tests"], [*chain.from_iterable(chosen)]))
+    plan, explained = [], {*settings["equivalent"]}
+    for name, target in settings["target"].items():
+        is_chosen = name.startswith(options.target) if options.target else "scopes" not in target
+        paths, scopes = options.paths or [""], target.get("scopes", {})
+        files = [f for f in target.get("files", scopes) if any(path in f for path in paths)]
+        if not (is_chosen and files):
+            continue
+        sampled = [
+            sample(f, settings["skipped"], options.mutants, options.seed, scopes.get(f))
+            for f in files
+        ]
+        by_hand = [each for each in target.get("by_hand", ()) if each["file"] in files]
+        mutants = [*(changed_by_hand(**each) for each in by_hand), *chain.from_iterable(sampled)]
+        plan.append((target["tests"], mutants))
+        explained |= {*target.get("harmless", ())}
     sys.stdout.reconfigure(line_buffering=True)
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCH_WARM_POOL="0")
     torch.set_num_threads(1)  # no threads before a fork
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # a failure is not shrunk
     quick = {"deadline": None, "derandomize": True, "max_examples": 40}
     hypothesis.settings.register_profile("mutation", phases=phases, **quick)
-    total, killed, unexplained = Counter(), Counter(), 0
+    total, killed, killers, unexplained = Counter(), Counter(), Counter(), 0
     with tempfile.TemporaryDirectory() as folder:
-        for mutant, result in run(Path(folder), plan, options.jobs):
+        for mutant, result, killer in run(Path(folder), plan, options.jobs):
             total[mutant.file] += 1
             killed[mutant.file] += result != "survived"
-            print(f"{result:8} {mutant.file}:{mutant.line}  {mutant.before}  ->  {mutant.after}")
-            if result == "survived" and mutant.key not in settings["equivalent"]:
+            killers[killer.partition("[")[0] or result] += 1
+            what = mutant.name or f"{mutant.before}  ->  {mutant.after}"
+            print(f"{result:8} {mutant.file}:{mutant.line}  {what}  {killer and f'({killer})'}")
+            if result == "survived" and mutant.key not in explained:
                 unexplained += 1
                 print(f"not explained: '{mutant.key}'")
     for file in total:
         print(f"{file:50} {killed[file]:4} of {total[file]:4} killed")
+    if options.target:
+        print(*(f"{count:4} {killer}" for killer, count in killers.most_common()), sep="\n")
     share = killed.total() / total.total()
     print(f"{killed.total()} of {total.total()} killed: {share:.1%}; {unexplained} not explained")
     return int(share < 0.95 or unexplained > 0)

@@ -226,10 +226,14 @@ def _read(tags: Tensor, step: StepShadow) -> list[Tensor]:
     blocks, expected, request, starts = step[2:6]
     assert blocks is not None and expected is not None
     assert request is not None and starts is not None
-    size = expected.shape[1]
-    there = tags[torch.where((blocks >= 0) & (blocks < tags.shape[0]), blocks, 0)]
-    first = first_of(((expected != 0) & (there != expected)).view(-1))
-    which = first.clamp_max(expected.numel() - 1)
-    entry, offset = which // size, which % size
-    position = starts[entry] + offset
-    return [first, blocks[entry], there[entry, offset].long(), request[entry], position]
+    there = torch.where((blocks >= 0) & (blocks < tags.shape[0]), blocks, 0)
+    # In 32 bits and by block first, so that compilers vectorise it.
+    entry = first_of(_difference(tags[there], expected).abs().amax(-1) != 0)
+    which = entry.clamp_max(expected.shape[0] - 1)
+    row = tags[there[which]].view(-1)
+    offset = first_of(_difference(row, expected[which].view(-1)) != 0).clamp_max(len(row) - 1)
+    return [entry, blocks[which], row[offset].long(), request[which], starts[which] + offset]
+
+
+def _difference(tags: Tensor, expected: Tensor) -> Tensor:
+    return torch.where(expected == 0, 0, tags - expected)

@@ -187,6 +187,8 @@ class StepRunner:
             return None
         self._memory.settle()
         ids = (sequence.request_id for sequence in scheduled.sequences)
+        if self.watch is not None:
+            self.watch.scheduled(scheduled, self._memory.pool)
         table = self._memory.tables(ids, self._scheduler.changed)
         return self._executor.plan(scheduled, table)._replace(started_s=started)
 

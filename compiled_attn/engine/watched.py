@@ -13,6 +13,8 @@ from compiled_attn.cache.blocks import BlockPool, BlockTable
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.executor import Executor, PlannedStep
+from compiled_attn.engine.scheduler import ScheduledStep
+from compiled_attn.testing.sanitizer.corrupt import CorruptCache
 from compiled_attn.testing.sanitizer.ledger import Ledger, StepTokens, poison
 
 __all__ = ["StepWatch", "watched_cache"]
@@ -43,20 +45,14 @@ class StepWatch:
         """What it knows."""
         return self._ledger
 
-    def before(self, step: PlannedStep, pool: BlockPool) -> None:
-        """Compares the pool with the requests, and fills the shadow.
+    def scheduled(self, step: ScheduledStep, pool: BlockPool) -> None:
+        """Compares the pool with the requests of a step, and poisons what they do not hold.
 
         Raises:
             CorruptCache: the pool has given a block away that another request holds.
         """
         self._ledger.step += 1
-        parts = [
-            StepTokens(
-                sequence.request_id, sequence.tokens, start, count,
-                pool.table(sequence.request_id).blocks, sequence.salt,
-            )
-            for sequence, count, start in step.parts
-        ]  # fmt: skip
+        parts = _parts(step, pool)
         fresh = self._fresh(parts, pool)
         self._free = pool.free_mask()
         self._check_pool(parts, fresh, pool)
@@ -65,11 +61,22 @@ class StepWatch:
         self._clean &= self._free
         self._reset(np.flatnonzero(self._free & ~self._clean))
         self._clean |= self._free
-        self._ledger.begin(parts, int(step.plan.rows.logits.sum()))
+
+    def before(self, step: PlannedStep, pool: BlockPool) -> None:
+        """Says what a step must find.
+
+        Raises:
+            CorruptCache: two tokens have one slot.
+        """
+        self._ledger.begin(_parts(step.parts, pool), int(step.plan.rows.logits.sum()))
 
     def after(self) -> None:
         """Raises CorruptCache if the step read or wrote a wrong slot; waits for the step."""
-        self._ledger.check()
+        try:
+            self._ledger.check()
+        except CorruptCache:
+            self._clean[1:] = False  # it may have written to any block
+            raise
 
     def _fresh(self, parts: Sequence[StepTokens], pool: BlockPool) -> dict[int, StepTokens]:
         """The blocks that requests of the step got since their last one, not found in the cache."""
@@ -106,7 +113,8 @@ class StepWatch:
             for block in part.blocks[part.start // size : -(-(part.start + part.count) // size)]:
                 if counts[block] != 1:
                     wrong.setdefault(int(block), "shared_write")
-        free = np.flatnonzero(self._free & (counts > 0))
+        # A block with too few references is free, or will be while a request holds it.
+        free = np.flatnonzero((self._free & (counts > 0)) | (pool.refcounts < counts))
         wrong.update((int(block), "use_after_free") for block in free)
         for block, kind in wrong.items():
             holders = [each for each, blocks in tables.items() if block in blocks]
@@ -136,6 +144,17 @@ class StepWatch:
 
     def _is_free(self, block: int) -> bool:
         return bool(self._free[block])
+
+
+def _parts(step: ScheduledStep, pool: BlockPool) -> list[StepTokens]:
+    """What the requests of a step compute, with their blocks."""
+    return [
+        StepTokens(
+            sequence.request_id, sequence.tokens, start, count,
+            pool.table(sequence.request_id).blocks, sequence.salt,
+        )
+        for sequence, count, start in step
+    ]  # fmt: skip
 
 
 def watched_cache(executor: Executor) -> PagedKVCache:

@@ -42,7 +42,8 @@ class _Fuzzed:
     seconds: float = 0.0
 
     def line(self) -> str:
-        counts, rate = self.counts, self.counts["steps"] / max(self.seconds, 1e-9)
+        counts = self.counts
+        rate = counts["steps"] / self.seconds if self.seconds else 0.0
         return (
             f"{counts['traces']:,} traces (next seed {self.start + counts['traces']}), "
             f"{counts['requests']:,} requests, {counts['operations']:,} operations, "
@@ -147,6 +148,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="maximum number of runs to shrink a failing trace (default: 500)",
     )
+    add(
+        "--without",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="leave out something that the target supports: abort, fork, preempt, defragment, "
+        "draft, salt, sample; may be repeated",
+    )
     add("--replay", type=Path, metavar="FILE", help="run only this trace (JSON)")
     add(
         "--script",
@@ -170,7 +179,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # the models are tiny
     total = _read_sum(options.sum, options.target)
     found = _Fuzzed(max(options.seed, total.get("next_seed", 0)))
-    with closing(_Maker(_target(options.target), dict(map(_option, options.set)))) as maker:
+    with closing(_Maker(_target(options), dict(map(_option, options.set)))) as maker:
         if options.replay is not None:
             trace = _read_trace(options.replay)
             if failure := maker.run(trace, found.counts):
@@ -253,7 +262,8 @@ def _report(
     )
 
 
-def _target(name: str) -> type[Target]:
+def _target(options: argparse.Namespace) -> type[Target]:
+    name: str = options.target
     module, _, attribute = TARGETS.get(name, name).partition(":")
     if not attribute:
         raise UserError(f"expected --target {', '.join(TARGETS)} or module:Class, got {name!r}")
@@ -265,7 +275,11 @@ def _target(name: str) -> type[Target]:
         raise UserError(
             f"expected a subclass of compiled_attn.testing.fuzz.Target, got {name}: subclass it"
         )
-    return found
+    if unknown := {*options.without} - found.supports:
+        raise UserError(f"expected --without of {sorted(found.supports)}, got {sorted(unknown)}")
+    names = {"supports": found.supports - {*options.without}, "__module__": found.__module__}
+    target: type[Target] = type(found.__name__, (found,), names) if options.without else found
+    return target
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -27,6 +27,7 @@ def shrink(trace: Trace, fails: Callable[[Trace], bool], max_runs: int = 500) ->
     while True:
         before = trace
         trace = shrinker.fewer_operations(trace)
+        trace = shrinker.joined_steps(trace)
         trace = shrinker.simpler_operations(trace)
         trace = shrinker.smaller_settings(trace)
         if trace == before or not shrinker.runs_left:
@@ -60,6 +61,16 @@ class _Shrinker:
                     trace = smaller
                 end = start
         return trace
+
+    def joined_steps(self, trace: Trace) -> Trace:
+        """Joins steps in a row to one operation."""
+        joined: list[Operation] = []
+        for each in trace.operations:
+            if joined and each.kind == joined[-1].kind == "step":
+                each = replace(each, count=each.count + joined.pop().count)
+            joined.append(each)
+        smaller = replace(trace, operations=tuple(joined))
+        return smaller if smaller != trace and self.fails(smaller) else trace
 
     def simpler_operations(self, trace: Trace) -> Trace:
         for at in range(len(trace.operations)):

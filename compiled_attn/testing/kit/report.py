@@ -16,6 +16,7 @@ from compiled_attn.testing.kit.result import Result, Status
 from compiled_attn.testing.kit.script import script
 from compiled_attn.testing.kit.subject import Subject
 from compiled_attn.testing.kit.trial import MULTIPLE, ROUNDINGS, Measured
+from graphs.errors import clipped
 
 __all__ = ["PLAIN", "Report", "Row"]
 
@@ -205,7 +206,7 @@ def _cells(row: Row) -> list[str]:
     ran = f"{row.passed}/{row.cases}" if row.cases else ""
     numbers = [f"{row.error:.2g}", f"{row.allowed:.2g}"] if row.allowed else ["", ""]
     status = "FAILED" if row.status == "failed" else row.status
-    return [row.feature, status, ran, *numbers, row.note]
+    return [row.feature, status, ran, *numbers, clipped(row.note, 80)]
 
 
 def _short(dtype: torch.dtype) -> str:

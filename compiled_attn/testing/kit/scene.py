@@ -183,7 +183,7 @@ class Scene:
         dtype = QUANTISED[s.cache] if s.cache else s.dtype
         owned = self._held()
         shape = (self.num_blocks, s.block_size, s.kv_heads, dim)
-        size = {"int8": 40.0, "fp8_e4m3": 30.0}.get(s.cache or "", 20.0) if s.cache else spread
+        size = {"int8": 25.0, "fp8_e4m3": 30.0}.get(s.cache or "", 20.0) if s.cache else spread
         rows = Expression(normal, (self._seed(which), (len(owned), *shape[2:]), dtype, size))
         at = [block for block, _ in owned], [slot for _, slot in owned]
         return Expression(filled, (shape, s.unowned, at, rows), self._wide(2))

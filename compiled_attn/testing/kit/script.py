@@ -5,8 +5,10 @@ It contains the functions of the kit that it calls, as they are, so it computes 
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,33 +165,27 @@ def script(subject: Subject, result: Result) -> str:
     allowed = trial.want(call)[1]
     body = {"values": _VALUES, "neighbours": _NEIGHBOURS, "replay": _REPLAY}.get(check, _MEMORY)
     first = f"{result.case.name}: a kernel must guarantee that {result.case.guarantee}"
-    parts = [
-        _HEAD.format(
-            title=f"{first}; {subject.name} does not.", message=textwrap.fill(result.message, 96),
-            op=_import(subject.source), device=subject.claims.device, allowed=allowed,
-            real=scene.real,
-        )
-    ]  # fmt: skip
-    functions: list[Callable[..., Any]] = [
-        interface.reference,
-        difference,
-        bits,
-        tensors_in,
-        *_functions_of(scene),
-    ]
-    parts += [*_sources(functions, interface)]
-    parts.append(_HELPERS.format(reference=interface.reference.__name__))
-    parts.append(_builder("step", scene, subject.claims.device))
+    device, functions = subject.claims.device, [interface.reference, difference]
+    data = [_builder("step", scene, device)]
     if check == "replay":
-        other = Scene(step.changed(), interface.rows != "any")
-        parts.append(_builder("other_step", other, subject.claims.device))
+        data.append(_builder("other_step", Scene(step.changed(), interface.rows != "any"), device))
+        functions.append(tensors_in)
         # Else the kit called it twice.
-        body = f"CAPTURED = {not result.message.startswith('called again')}\n" + body
+        data.append(f"CAPTURED = {not result.message.startswith('called again')}\n")
     if check == "neighbours":
-        parts.append(_others(scene, step))
+        data.append(_others(scene, step))
     if body is _MEMORY:
-        parts.append(f"OUTPUTS = {interface.outputs}  # leading arguments that are outputs\n")
-    return "\n".join([*parts, body.strip("\n"), _TAIL.strip("\n"), ""])
+        data.append(f"OUTPUTS = {interface.outputs}  # leading arguments that are outputs\n")
+        functions += [bits, tensors_in]
+    head = _HEAD.format(
+        title=textwrap.fill(f"{first}; {subject.name} does not.", 96),
+        message=textwrap.fill(result.message, 96),
+        op=_import(subject.source), device=device, allowed=allowed, real=scene.real,
+    )  # fmt: skip
+    text = "\n".join(_sources([*functions, *_functions_of(scene)], interface))
+    helpers = _HELPERS.format(reference=interface.reference.__name__)
+    whole = "\n".join([head, *data, text, helpers, body.strip("\n"), _TAIL.strip("\n"), ""])
+    return re.sub(r"\n{4,}", "\n\n\n", whole)
 
 
 def _import(source: str | None) -> str:
@@ -206,12 +202,16 @@ def _import(source: str | None) -> str:
 
 
 def _builder(name: str, scene: Scene, device: str) -> str:
+    plain = [f"{k}={v!r}" for k, v in scene.fields.items() if not isinstance(v, Expression)]
+    fields = [", ".join(plain)]
+    fields += [
+        f"{k}={v.text(device)}" for k, v in scene.fields.items() if isinstance(v, Expression)
+    ]
     lines = [f"def {name}() -> SimpleNamespace:", '    """The fields of the step."""']
     lines.append("    return SimpleNamespace(")
-    for field, value in scene.fields.items():
-        text = value.text(device) if isinstance(value, Expression) else repr(value)
+    for field in fields:
         lines += textwrap.wrap(
-            f"{field}={text},", 92, initial_indent=" " * 8, subsequent_indent=" " * 12,
+            f"{field},", 96, initial_indent=" " * 8, subsequent_indent=" " * 12,
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
     return "\n".join([*lines, "    )", "", ""])
@@ -262,7 +262,8 @@ def _sources(functions: list[Callable[..., Any]], interface: type[Interface]) ->
                 add(used)
             elif name.isupper() and name in function.__globals__ and name not in found:
                 found[name] = f"{name} = {used!r}\n\n"
-        text = textwrap.dedent(inspect.getsource(function))
+        text = _first_line_of_docstring(textwrap.dedent(inspect.getsource(function)))
+        text = re.sub(r"  # (type: ignore.*|fmt: skip)$", "", text, flags=re.MULTILINE)
         text = text.removeprefix("@staticmethod\n")
         # Last, so that a function is below those that it calls.
         found.pop(function.__name__)
@@ -272,6 +273,15 @@ def _sources(functions: list[Callable[..., Any]], interface: type[Interface]) ->
         add(each)
     for text in found.values():
         yield text.replace(" -> Arguments:", ":")
+
+
+def _first_line_of_docstring(source: str) -> str:
+    """Shortens the docstring of a function to its first line; drops "See `Interface.results`."."""
+    text = ast.get_docstring(ast.parse(source).body[0], clean=False)  # type: ignore[arg-type]
+    first = (text or "").partition("\n")[0]
+    if first.startswith("See `"):
+        return source.replace(f'    """{text}"""\n', "", 1)
+    return source.replace(text, first, 1) if text else source
 
 
 def _names(code: CodeType) -> Iterator[str]:

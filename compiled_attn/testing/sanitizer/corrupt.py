@@ -7,7 +7,7 @@ from collections.abc import Hashable
 __all__ = ["KINDS", "CorruptCache"]
 
 KINDS = {
-    "use_after_free": "a block that is free: it was freed too early, or its id was kept",
+    "use_after_free": "a block that is free, or has too few references, so was freed too early",
     "unwritten_read": "a slot that nothing was written to since its block was allocated",
     "wrong_position": "a slot of the same request, but of another position",
     "wrong_owner": "a slot with the tokens of another request",

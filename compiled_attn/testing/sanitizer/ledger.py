@@ -68,7 +68,7 @@ class Ledger:
         self._rows: dict[Hashable, list[int]] = {}  # row of the shadow, positions that are there
         self._parts: Sequence[StepTokens] = ()
         self._freed = np.zeros(num_blocks, np.int64)
-        self._is_reset = False
+        self._has_begun = False
 
     def freed(self, blocks: NDArray[np.integer[Any]], after: int) -> None:
         """Forgets what blocks hold, which were freed after a step."""
@@ -84,9 +84,9 @@ class Ledger:
             CorruptCache: two tokens of the step have one slot.
         """
         self._parts = parts
-        if not self._is_reset:
-            self._is_reset = True
-            self._shadow.reset()
+        if not self._has_begun:
+            self._has_begun = True
+            self._shadow.reset()  # a warmup without requests left its errors
         size = self._shadow.block_size
         self._slots = np.array([slot for part in parts for slot in _slots(part, size)], np.int64)
         self._refuse_two_writers()
@@ -125,7 +125,7 @@ class Ledger:
         step, layers = errors[-1, :5], errors[:-1]
         if (step == FINE).all() and (layers[:, [0, 3]] == FINE).all():
             return
-        self._is_reset = False
+        self._shadow.reset()
         if (step[:4] != FINE).any():
             self._explain_step(step)
         for layer, error in enumerate(layers):
@@ -139,7 +139,6 @@ class Ledger:
 
     def raise_for(self, kind: str, did: str, **places: Any) -> NoReturn:
         """Raises CorruptCache for what the host has found by itself."""
-        self._is_reset = False
         raise CorruptCache(kind, self.step, did, **places)
 
     def _lineage(self, part: StepTokens, row: list[int]) -> Lineage:
@@ -221,7 +220,7 @@ class Ledger:
             kind = "two_writers"
         elif block < 1 or block == expected // size or (block in own and not others):
             kind = "wrong_position"
-        elif self._is_free(block):
+        elif self._is_unused(block):
             kind = "use_after_free"
         else:
             kind = "shared_write" if block in own else "wrong_owner"
@@ -238,15 +237,18 @@ class Ledger:
         if tag and own.position(tag) is not None:
             kind = "wrong_position"
         elif block != right:
-            is_known = 0 < block < len(self._freed)
-            kind = "use_after_free" if is_known and self._is_free(block) else "stale_table"
+            kind = "use_after_free" if self._is_unused(block) else "stale_table"
             did = f"reads block {block} instead of {right}"
         elif tag:
             kind = "wrong_owner"
         else:
-            kind = "use_after_free" if self._is_free(block) else "unwritten_read"
+            kind = "use_after_free" if self._is_unused(block) else "unwritten_read"
         location |= {"layer": layer, "history": self._history(tag, block)}
         self.raise_for(kind, did, **location)
+
+    def _is_unused(self, block: int) -> bool:
+        """Whether a block of the cache is free."""
+        return 0 < block < len(self._freed) and self._is_free(block)
 
     def _reread(self) -> None:
         """Finds a block that several requests read, but is right for one of them only."""

@@ -47,6 +47,15 @@ def test_nothing_fails_in_a_correct_engine(tmp_path, capsys):
     assert "0 failures" in capsys.readouterr().out
 
 
+def test_kinds_can_be_left_out(tmp_path):
+    report = tmp_path / "report.json"
+    arguments = "--target", TOY, "--requests", 200, "--json", report
+    assert fuzz(*arguments, "--without", "abort", "--without", "preempt") == 0
+    assert "aborted" not in json.loads(report.read_text())["counts"]
+    assert fuzz(*arguments) == 0
+    assert json.loads(report.read_text())["counts"]["aborted"]
+
+
 def test_a_failure_is_written_as_a_script(tmp_path, capsys):
     path, report = tmp_path / "failure.py", tmp_path / "report.json"
     target = f"{__name__}:Broken"
@@ -100,6 +109,7 @@ def test_a_failure_of_a_kept_engine_may_need_what_it_served_before(capsys):
         (["--target", "json:loads"], "Target"),
         (["--target", TOY, "--set", "gap"], "KEY=VALUE"),
         (["--target", TOY, "--set", "gab=1"], "gab"),
+        (["--target", TOY, "--without", "fork"], "fork"),
         (["--target", TOY, "--replay", "missing.json"], "missing.json"),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from compiled_attn import flash_attn_with_kvcache, paged_attention_v2
+from compiled_attn.testing import Capabilities
 from compiled_attn.testing.kit import CASES, Subject, check
 from compiled_attn.testing.kit.run import run_case
-from tests.compiled_attn.testing.kit.kernels import BUGS, WRITING_BUGS, Kernel, WritingKernel
+from tests.compiled_attn.testing.kit.kernels import BUGS, SIZES, WRITING_BUGS, Kernel, WritingKernel
 
 
 @pytest.mark.parametrize("kernel", [Kernel(), WritingKernel()], ids=lambda k: type(k).__name__)
@@ -34,3 +37,31 @@ def _first_failure(kernel, expected: str) -> str | None:
         if run_case(subject, case, may_shrink=False).status == "failed":
             return case.name
     return None
+
+
+def test_a_rotation_by_another_position_is_named():
+    def op(q, k_cache, v_cache, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+           block_table=None, **options):  # fmt: skip
+        tables = None if rotary_cos is None else rotary_cos.roll(1, 0)
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, rotary_cos=tables, rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens, block_table=block_table, kernel="portable", **options,
+        )  # fmt: skip
+
+    claims = Capabilities({"chunked", "append", "rotary"}, **SIZES)
+    report = check(op, claims, cases=["chunked", "append", "rotary"])
+    assert [each.case.name for each in report.failed] == ["rotary"]
+    assert "expected the rotated key" in report.failed[0].message
+
+
+def test_partitions_that_lose_a_key_are_named():
+    def op(out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
+           block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, *rest):  # fmt: skip
+        short = torch.where(seq_lens > 512, seq_lens - 1, seq_lens)
+        args = (query, key_cache, value_cache, num_kv_heads, scale, block_tables, short)
+        paged_attention_v2(
+            out, exp_sum, max_logits, tmp_out, *args, block_size, max_seq_len, alibi_slopes, *rest
+        )
+
+    report = check(op, Capabilities(**SIZES))
+    assert [each.case.name for each in report.failed] == ["long_context"]

@@ -179,6 +179,6 @@ def test_one_option_runs_the_suite_on_a_backend_of_ones_own(tmp_path):
 
 def test_a_backend_that_is_not_there_is_an_error_of_usage():
     options = {"graphs_backend": "math:missing", "graphs_device": None}
-    config = SimpleNamespace(getoption=lambda name, default=None: options[name])
+    config = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))
     with pytest.raises(pytest.UsageError, match="has no attribute 'missing'"):
         pytest_plugin.pytest_collection(SimpleNamespace(config=config))
