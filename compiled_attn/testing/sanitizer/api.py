@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
 from compiled_attn.cache.kv_cache import PagedKVCache
-from compiled_attn.engine.engine import Engine
-from compiled_attn.engine.sanitized import sanitized
-from compiled_attn.engine.watched import StepWatch
 from compiled_attn.testing.sanitizer.caches import CacheWatch, TensorWatch
+
+if TYPE_CHECKING:
+    from compiled_attn.engine.engine import Engine
+    from compiled_attn.engine.watched import StepWatch
 
 __all__ = ["kv_sanitizer"]
 
@@ -66,7 +67,9 @@ def kv_sanitizer(watched: Any, **sizes: Any) -> Iterator[Any]:
         ConfigError: an engine of several ranks.
         TypeError: ``watched`` is none of these.
     """
-    if isinstance(watched, Engine):
+    if hasattr(watched, "executor"):
+        from compiled_attn.engine.sanitized import sanitized  # needs the extra hf
+
         with sanitized(watched) as watch:
             yield watch
         return
