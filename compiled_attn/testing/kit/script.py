@@ -165,7 +165,8 @@ def script(subject: Subject, result: Result) -> str:
     allowed = trial.want(call)[1]
     body = {"values": _VALUES, "neighbours": _NEIGHBOURS, "replay": _REPLAY}.get(check, _MEMORY)
     first = f"{result.case.name}: a kernel must guarantee that {result.case.guarantee}"
-    device, functions = subject.claims.device, [interface.reference, difference]
+    device = subject.claims.device
+    functions: list[Callable[..., Any]] = [interface.reference, difference]
     data = [_builder("step", scene, device)]
     if check == "replay":
         data.append(_builder("other_step", Scene(step.changed(), interface.rows != "any"), device))

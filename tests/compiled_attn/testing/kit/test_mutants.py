@@ -51,7 +51,6 @@ def test_a_rotation_by_another_position_is_named():
     claims = Capabilities({"chunked", "append", "rotary"}, **SIZES)
     report = check(op, claims, cases=["chunked", "append", "rotary"])
     assert [each.case.name for each in report.failed] == ["rotary"]
-    assert "expected the rotated key" in report.failed[0].message
 
 
 def test_partitions_that_lose_a_key_are_named():
