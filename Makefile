@@ -49,7 +49,7 @@ help:
 	@echo "make bench      the benchmarks behind docs/benchmarks.md"
 	@echo "make bench-peers  the same requests through vLLM, OpenVINO and transformers; installs 5 GB"
 	@echo "make docs-benchmarks  write docs/benchmarks.md from benchmarks/results"
-	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests"
+	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests; an hour of fuzzing"
 	@echo "make mutation   changes scheduler, blocks, steps, warmup and store; the tests must notice"
 	@echo "make wheel      a wheel with prebuilt kernels in dist/, for machines without a C++ compiler"
 	@echo "make clean      remove environments and caches"
@@ -82,7 +82,7 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	@rm -rf build $(VLLM_VENV)/wheel
 	@$(PIP) wheel --no-deps -w $(VLLM_VENV)/wheel .
 	@$(VLLM_VENV)/bin/python -m pip install -qq --no-deps --force-reinstall $(VLLM_VENV)/wheel/*.whl
-	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -q -m vllm tests/vllm_backend
+	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -q -m vllm tests/vllm_backend tests/compiled_attn/testing/fuzz/test_vllm_cpu.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -107,6 +107,7 @@ docs-benchmarks:
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/soak_engine.py
+	$(BIN)/python -m compiled_attn.testing fuzz --minutes 60 --keep 100 --set backend=inductor --sum benchmarks/results/fuzz_soak.json
 
 mutation: $(VENV)/.installed-dev
 	$(BIN)/python tests/mutation.py --jobs $(JOBS) $(MUTATION)
