@@ -1,4 +1,4 @@
-"""Compares the metadata of a step with what the host knows, for the sanitizer: traced."""
+"""Compares the metadata of a step with what the host expects, inside graphs (sanitizer)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["logits_shadow", "step_shadow"]
 
 
 class _Entries(NamedTuple):
-    """Blocks that are read, see `StepShadow`."""
+    """Blocks that a step reads, see `StepShadow`."""
 
     blocks: Tensor
     expected: Tensor
@@ -22,7 +22,7 @@ class _Entries(NamedTuple):
     starts: Tensor
 
     def weights(self) -> Tensor:
-        """``tag * (2 * position + 1)`` of each slot that is read, ``[N, block_size]`` int64."""
+        """Returns ``tag * (2 * position + 1)`` of slots that are read, ``[N, block_size]``."""
         positions = self.starts[:, None] + torch.arange(
             self.expected.shape[1], device=self.starts.device
         )
@@ -35,16 +35,16 @@ def step_shadow(
     ids: Tensor | None = None,
     window: int | None = None,
 ) -> StepShadow:
-    """Returns what the layers of a step compare; sets the error of the step, if it has none.
+    """Returns what the layers of a step compare; checks the metadata of the step.
 
-    Its fields: the first wrong token id, position, length, count of new tokens, and token whose
-    parts do not cover what it must see.
+    The error record of the step gets the indices of the first wrong token id, position, length,
+    number of new tokens, and token whose parts do not cover the tokens that it must see.
 
     Args:
-        shadow: filled before.
-        metadata: of the whole step, without a window.
-        ids: ``[T]`` its tokens; None: unknown.
-        window: tokens that a token sees, in table layout; None: all before it.
+        shadow: filled for the step.
+        metadata: metadata of the whole step, without a window.
+        ids: ``[T]`` token ids; None: unknown.
+        window: sliding window in table layout; None: none.
     """
     count = metadata.slot_mapping.shape[0]
     slots, tags, request, positions = (
@@ -71,7 +71,7 @@ def step_shadow(
         wrong[4] = first_of(seen != shadow.first("sums", count))
         entries += parts
     error = shadow.error(shadow.layers + 1)
-    error.copy_(torch.minimum(error, torch.cat(wrong)))  # several calls of a step
+    error.copy_(torch.minimum(error, torch.cat(wrong)))  # a step may have several calls
     if not entries:
         return StepShadow(slots, tags, None, None, None, None)
     fields = zip(*entries, strict=True)
@@ -85,8 +85,10 @@ def logits_shadow(
     """Returns what the last layer compares for the ``rows [L]`` that need logits.
 
     Args:
-        metadata: of these rows as requests of one token each.
-        tokens: T of the whole step.
+        shadow: filled for the step.
+        metadata: metadata of these rows, as requests of one token each.
+        rows: their indices among the tokens of the step.
+        tokens: number of tokens of the step.
     """
     assert metadata.by_request is not None
     row = torch.arange(rows.shape[0], device=rows.device)
@@ -133,7 +135,7 @@ def _of_causal(m: UnifiedMetadata, positions: Tensor, tags: Tensor) -> Tensor:
 def _of_parts(
     shadow: SlotShadow, m: UnifiedMetadata, request: Tensor, seen: Tensor
 ) -> tuple[Tensor, list[_Entries]]:
-    """Returns ``seen [T]`` with the sums of what the parts read, and their blocks."""
+    """Adds the sums over the parts that each token reads to ``seen [T]``; returns it and blocks."""
     size, parts = shadow.block_size, []
     if isinstance(m.unique_blocks, Tensor) and m.unique_bias is not None:
         reader = m.needs(m.unique_block_mapping, "unique_block_mapping").long()

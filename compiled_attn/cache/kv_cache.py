@@ -138,10 +138,10 @@ class PagedKVCache(nn.Module):
         has_scale = self.is_quantised and self.stores_value(layer)
         return self.get_buffer(f"value_scale_{self._home(layer)}") if has_scale else None
 
-    def cast(self, shadow: SlotShadow | None) -> None:
+    def set_shadow(self, shadow: SlotShadow | None) -> None:
         """Adds a shadow, and the tags of each layer as buffers; None removes them.
 
-        Copies of blocks and graphs made before do not know them.
+        Graphs and block copies that were captured before do not use them.
         """
         for layer, shape in enumerate(self.shapes):
             if shape.same_as is None and shadow is None:
@@ -157,7 +157,7 @@ class PagedKVCache(nn.Module):
         return self.get_buffer(f"tag_{self._home(layer)}")
 
     def layer_shadow(self, layer: int, step: StepShadow | None) -> LayerShadow | None:
-        """What a layer checks its part of a step with; None without a shadow."""
+        """Returns what a layer needs to check a step; None without a shadow."""
         if self.shadow is None or step is None:
             return None
         error = self.shadow.error(layer) if step.error is None else step.error

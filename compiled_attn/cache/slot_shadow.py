@@ -1,10 +1,10 @@
-"""A shadow of a paged cache: what each slot holds, written and checked by the calls of a step.
+"""Shadow memory of a paged cache: a tag per slot, written and checked by the calls of a step.
 
-Each slot and layer has a *tag*: a hash of the tokens up to the one whose key and value are there,
-so of the position too; 0 is unwritten. The host says before a step which tags belong where
-(`SlotShadow.fill`), from what it knows of the requests and never from the tensors of the step. The
-call that writes keys writes tags, and the call that reads keys compares tags, both through the
-tensors that it was given. All of it is plain torch of fixed shapes without a host read, so that it
+The *tag* of a slot and layer is a hash of all tokens up to the one whose key and value are stored
+there, so it depends on the position too; 0 is unwritten. Before a step the host fills in the
+expected tags (`SlotShadow.fill`), from the requests and never from the tensors of the step. The
+call that writes keys writes tags, and the call that reads keys compares tags, both with the slots
+and block tables that it was passed. This is plain torch with fixed shapes and no host read, so it
 is part of captured graphs; the host reads `SlotShadow.errors` after the step.
 """
 
@@ -20,31 +20,31 @@ from torch import Tensor, nn
 __all__ = [
     "FIELDS",
     "FINE",
+    "ExpectedStep",
     "LayerShadow",
     "SlotShadow",
     "StepShadow",
-    "StepTruth",
     "check_layer",
     "first_of",
 ]
 
 FINE = 1 << 62
-"""Index of the first error where there is none."""
+"""Stands for "no error" in an error record."""
 
 FIELDS = 8
-"""Numbers of an error."""
+"""Integers of an error record."""
 
 
-class StepTruth(NamedTuple):
-    """What the host knows of a step.
+class ExpectedStep(NamedTuple):
+    """What the host expects of a step.
 
     Shape (R requests, T tokens, N changed tags):
-        - rows: ``[R]``, the row of the shadow that each request has
-        - lengths, counts: ``[R]``, tokens with those of this step, and those of this step
-        - ids, positions, tags, slots, sums: ``[T]``, of each new token its id, position, tag and
-          slot, and the sum of ``tag * (2 * position + 1)`` over it and the tokens before it
-        - request: ``[T]``, its request
-        - changed_rows, changed_positions, changed_tags: ``[N]``
+        - rows: ``[R]``, row of each request in ``SlotShadow.expected``
+        - lengths, counts: ``[R]``, all tokens of a request, and its new tokens
+        - ids, positions, tags, slots, sums: ``[T]`` of new tokens: id, position, tag, slot, and
+          the sum of ``tag * (2 * position + 1)`` over the token and those before it
+        - request: ``[T]``, index of its request in the step
+        - changed_rows, changed_positions, changed_tags: ``[N]``, updates of ``expected``
     """
 
     rows: NDArray[np.int64]
@@ -62,15 +62,15 @@ class StepTruth(NamedTuple):
 
 
 class StepShadow(NamedTuple):
-    """What all layers of a step compare; the blocks and the rest are None if nothing is read.
+    """What each layer of a step compares; ``blocks`` to ``starts`` are None if it reads nothing.
 
     Shape (T tokens, N entries of blocks):
-        - slots: ``[T]`` int64, where each token belongs; 0: padding, anywhere in null block 0
-        - tags: ``[T]`` int32, of each token; 0: padding
+        - slots: ``[T]`` int64, slot of each token; 0: padding, anywhere in null block 0
+        - tags: ``[T]`` int32, tag of each token; 0: padding
         - blocks: ``[N]`` int64, the blocks that the step reads
         - expected: ``[N, block_size]`` int32, the tag of each slot; 0: the slot is not read
-        - request, starts: ``[N]`` int64, whose they are, and the position of their first slot
-        - error: ``[8]`` int64, where the first error goes; None: to that of the layer
+        - request, starts: ``[N]`` int64, their request, and the position of their first slot
+        - error: ``[8]`` int64, receives the first error; None: the record of the layer does
     """
 
     slots: Tensor
@@ -83,7 +83,7 @@ class StepShadow(NamedTuple):
 
 
 class LayerShadow(NamedTuple):
-    """The tags ``[num_blocks, block_size]`` int32 of a layer, its error ``[8]`` int64, the step."""
+    """Tags ``[num_blocks, block_size]`` int32 of a layer, its error record, and the step."""
 
     tags: Tensor
     error: Tensor
@@ -91,19 +91,20 @@ class LayerShadow(NamedTuple):
 
 
 class SlotShadow(nn.Module):
-    """The buffers that the host fills before a step, and the errors of each layer.
+    """Buffers that the host fills before a step, and the error records.
 
-    The tags themselves are buffers of the cache (``tag_0`` ..), so that copies of blocks move them.
+    The tags are buffers of the cache (``tag_0`` ..), so that copies of blocks copy them too.
 
     Args:
         layers: layers of the cache.
         block_size: slots in a block.
-        requests, tokens, width: the most rows, tokens and blocks of a request of a step.
+        requests, tokens: maximum rows and tokens of a step.
+        width: maximum blocks of a request.
         device: device of the cache.
 
     Shape:
-        - errors: ``[layers + 2, 8]`` int64: of each layer, of the rows of the last layer that need
-          logits, and of the step
+        - errors: ``[layers + 2, 8]`` int64: of each layer, of the rows that need logits in the last
+          layer, and of the metadata of the step
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class SlotShadow(nn.Module):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
 
-        buffer("expected", requests + 1, context, dtype=torch.int32)  # the last row is padding
+        buffer("expected", requests + 1, context, dtype=torch.int32)  # the last row is for padding
         for name in ("rows", "lengths", "counts"):
             buffer(name, requests)
         for name in ("ids", "positions", "slots", "sums", "request"):
@@ -133,8 +134,8 @@ class SlotShadow(nn.Module):
         for layer in range(layers + 2):
             buffer(f"error_{layer}", FIELDS)
 
-    def fill(self, truth: StepTruth, logits: int) -> None:
-        """Sets what the next step must find; ``logits`` of its rows need logits."""
+    def fill(self, step: ExpectedStep, logits: int) -> None:
+        """Sets what to expect of the next step, of which ``logits`` rows need logits."""
         device = self.get_buffer("rows").device
 
         def put(name: str, values: NDArray[np.int64], rest: int = 0) -> None:
@@ -143,52 +144,56 @@ class SlotShadow(nn.Module):
             whole[: len(values)] = values
             buffer.copy_(torch.from_numpy(whole))
 
-        put("rows", truth.rows, self.requests)
+        put("rows", step.rows, self.requests)
         for name in ("lengths", "counts", "ids", "positions", "slots", "sums", "request", "tags"):
-            put(name, getattr(truth, name))
+            put(name, getattr(step, name))
         self.get_buffer("logits").fill_(logits)
         self.error(self.layers + 1).fill_(FINE)
-        if len(truth.changed_rows):
-            at, positions, tags = (torch.from_numpy(each).to(device) for each in truth[-3:])
+        if len(step.changed_rows):
+            at, positions, tags = (torch.from_numpy(each).to(device) for each in step[-3:])
             self.get_buffer("expected").index_put_((at, positions), tags.int())
 
     def reset(self) -> None:
-        """Forgets the errors of earlier steps."""
+        """Clears all error records."""
         for layer in range(self.layers + 2):
             self.error(layer).fill_(FINE)
 
     def errors(self) -> Tensor:
-        """Reads the errors of the last step, which waits for it."""
+        """Returns the error records on the CPU; waits for the step."""
         rows = [self.error(layer) for layer in range(self.layers + 2)]
         return torch.stack(rows).cpu()
 
-    # What follows is traced.
+    # The methods below are traced.
 
     def error(self, layer: int) -> Tensor:
-        """The error ``[8]`` int64 of a layer; ``layers``: of the rows of logits; then the step."""
+        """Returns the error record ``[8]`` int64 of a layer.
+
+        Index ``layers``: the rows that need logits; ``layers + 1``: the metadata of the step.
+        """
         return self.get_buffer(f"error_{layer}")
 
     def first(self, name: str, count: int) -> Tensor:
-        """The first elements of a buffer."""
+        """Returns the first elements of a buffer."""
         return self.get_buffer(name)[:count]
 
 
 def first_of(wrong: Tensor) -> Tensor:
-    """Index of the first True of ``[n]``, or `FINE`: ``[1]`` int64."""
-    # Not a scalar, by which compilers index a tensor on the host.
+    """Returns the index of the first True of ``[n]``, or `FINE`, as ``[1]`` int64."""
+    # Not a scalar: compilers would read it on the host to index a tensor.
     index = torch.arange(wrong.shape[0], device=wrong.device)
     return torch.where(wrong, index, FINE).amin(0, keepdim=True)
 
 
 def check_layer(shadow: LayerShadow, slots: Tensor | None, *, reads: bool = True) -> None:
-    """Writes the tags of a step to ``slots [T]``, checks them, and checks those that it reads.
+    """Writes the tags of a step to ``slots [T]`` and checks them and the tags that it reads.
 
-    The error of the layer becomes the first wrong token, its slot and the tag that was there; then
-    the first wrong slot of all entries, the block, the tag there, its request and its position.
+    Sets the error record: index of the first wrong token, its slot and the previous tag; then index
+    of the first wrong slot that is read, its block, tag, request and position.
 
     Args:
-        slots: where the call writes its tokens; None: it only reads.
-        reads: whether it reads.
+        shadow: tags and error record of the layer, and the step.
+        slots: slots that the call writes; None: it only reads.
+        reads: whether the call reads.
     """
     tags, error, step = shadow
     found = []

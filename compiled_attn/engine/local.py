@@ -105,7 +105,7 @@ class LocalExecutor:
 
     def sanitize(self, is_on: bool) -> None:
         """Adds what the sanitizer needs to the cache, before the warmup, or removes it."""
-        self.cache.cast(self._shadow() if is_on else None)
+        self.cache.set_shadow(self._shadow() if is_on else None)
         self.copies = self._copies()
 
     def _copies(self) -> BlockSwap:

@@ -1,4 +1,4 @@
-"""An engine whose steps the sanitizer checks for a while."""
+"""Checks the steps of an engine with the sanitizer inside a context."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["sanitized"]
 
 @contextlib.contextmanager
 def sanitized(engine: Engine) -> Iterator[StepWatch]:
-    """Context in which each step of an engine is checked, see `kv_sanitizer`."""
+    """Checks each step of an engine inside a context, see `kv_sanitizer`."""
     executor, steps = engine.executor, engine._steps
     if not isinstance(executor, LocalExecutor) or executor.report().ranks > 1:
         raise ConfigError(
-            f"expected an engine of one process, got one with a {type(executor).__name__}: look "
-            "for the fault without ranks"
+            f"expected an engine of one process, got one with a {type(executor).__name__}: use the "
+            "sanitizer without ranks"
         )
     if steps.watch is not None:
         raise ValueError(
-            "expected an engine that nothing checks, got one in a sanitizer or with sanitize=True: "
+            "expected an engine without a sanitizer, got one in a sanitizer or with sanitize=True: "
             "leave one of them out"
         )
     if engine.warmup_report is not None:
         raise ValueError(
             "expected an engine before its warmup, got a warm one, whose graphs have no checks: "
-            "make another one and call its warmup() inside, or pass EngineConfig(sanitize=True)"
+            "create a new engine and call warmup() inside, or pass EngineConfig(sanitize=True)"
         )
     executor.sanitize(True)
     _renew(engine)
@@ -39,12 +39,12 @@ def sanitized(engine: Engine) -> Iterator[StepWatch]:
         yield watch
     finally:
         steps.watch = None
-        if engine.warmup_report is None:  # else its graphs and copies keep their tags
+        if engine.warmup_report is None:  # a warm engine's graphs and copies use the tags
             executor.sanitize(False)
             _renew(engine)
 
 
 def _renew(engine: Engine) -> None:
-    """Replaces what knows the copies of the executor."""
+    """Resets memory and scheduler, which hold the block copies of the executor."""
     engine.memory.reset()
     engine.scheduler.restart(engine.pool, engine._requests.values())

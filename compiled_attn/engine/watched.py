@@ -21,49 +21,50 @@ __all__ = ["StepWatch", "watched_cache"]
 
 
 class StepWatch:
-    """Says before each step what it must find, checks it afterwards, and poisons freed blocks.
+    """Fills the shadow before each step, checks the step after it, and poisons freed blocks.
 
-    What it says comes from the requests and from the tables of the pool, never from the tensors of
-    the step.
+    The expected tags come from the requests and the block tables of the pool, never from the
+    tensors of the step.
 
     Args:
-        cache: with a shadow.
+        cache: a cache with a shadow.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
         assert cache.shadow is not None
         self._cache = cache
         self._free = np.ones(cache.num_blocks, np.bool_)
-        self._clean = np.ones(cache.num_blocks, np.bool_)  # nothing was written since it was freed
+        self._clean = np.ones(cache.num_blocks, np.bool_)  # not written since it was freed
         self._pool: BlockPool | None = None
         self._exchanges, self._is_moved = 0, False
-        self._seen: dict[Hashable, tuple[BlockTable, int]] = {}  # its table, and how many blocks
+        self._seen: dict[Hashable, tuple[BlockTable, int]] = {}  # block table, number of its blocks
         self._ledger = Ledger(cache.shadow, self._tags, cache.num_blocks, self._is_free)
 
     @property
     def ledger(self) -> Ledger:
-        """What it knows."""
+        """The record of requests, writes and freed blocks."""
         return self._ledger
 
     def scheduled(self, step: ScheduledStep, pool: BlockPool) -> None:
-        """Compares the pool with the requests of a step, and poisons what they do not hold.
+        """Compares the pool with the requests of a step, and poisons freed blocks.
 
         Raises:
-            CorruptCache: the pool has given a block away that another request holds.
+            CorruptCache: the pool gave a request a block that another one owns, or freed a block
+                that is in use.
         """
         self._ledger.step += 1
         parts = _parts(step, pool)
         fresh = self._fresh(parts, pool)
         self._free = pool.free_mask()
         self._check_pool(parts, fresh, pool)
-        # A block that was freed and is in use again was written by somebody else before.
+        # A block that is in use again still holds the data of its previous owner.
         self._reset([block for block in fresh if self._is_moved or not self._clean[block]])
         self._clean &= self._free
         self._reset(np.flatnonzero(self._free & ~self._clean))
         self._clean |= self._free
 
     def before(self, step: PlannedStep, pool: BlockPool) -> None:
-        """Says what a step must find.
+        """Sets what the step is expected to read and write.
 
         Raises:
             CorruptCache: two tokens have one slot.
@@ -79,7 +80,7 @@ class StepWatch:
             raise
 
     def _fresh(self, parts: Sequence[StepTokens], pool: BlockPool) -> dict[int, StepTokens]:
-        """The blocks that requests of the step got since their last one, not found in the cache."""
+        """Returns blocks allocated to requests since their last step, without prefix-cache hits."""
         if pool is not self._pool:
             self._pool = pool
             self._seen.clear()
@@ -117,18 +118,18 @@ class StepWatch:
         free = np.flatnonzero((self._free & (counts > 0)) | (pool.refcounts < counts))
         wrong.update((int(block), "use_after_free") for block in free)
         for block, kind in wrong.items():
-            holders = [each for each, blocks in tables.items() if block in blocks]
+            owners = [each for each, blocks in tables.items() if block in blocks]
             mine = [part for part in parts if block in part.blocks]
             if mine:
                 part = fresh.get(block, mine[-1])
-                self._refuse(kind, block, part, *(each for each in holders if each != part.request))
+                self._refuse(kind, block, part, *(each for each in owners if each != part.request))
 
     def _refuse(self, kind: str, block: int, part: StepTokens, *others: Hashable) -> NoReturn:
         self._seen.clear()
-        holds = f", which request {others[0]!r} holds" if others else ""
+        holds = f", which request {others[0]!r} has too" if others else ""
         position = list(part.blocks).index(block) * self._cache.block_size
-        places = {"request": part.request, "block": block, "position": position}
-        self._ledger.raise_for(kind, f"has block {block}{holds}", **places)
+        location = {"request": part.request, "block": block, "position": position}
+        self._ledger.raise_for(kind, f"has block {block}{holds}", **location)
 
     def _reset(self, blocks: Sequence[int] | NDArray[np.int64]) -> None:
         if len(blocks):
@@ -158,15 +159,15 @@ def _parts(step: ScheduledStep, pool: BlockPool) -> list[StepTokens]:
 
 
 def watched_cache(executor: Executor) -> PagedKVCache:
-    """Returns the cache of an executor with a shadow.
+    """Returns the cache of an executor, which has a shadow.
 
     Raises:
-        ConfigError: it has none: it computes on several ranks, or elsewhere.
+        ConfigError: the executor has no such cache: it uses several ranks or another process.
     """
     cache = getattr(executor, "cache", None)
     if executor.report().ranks > 1 or not isinstance(cache, PagedKVCache) or cache.shadow is None:
         raise ConfigError(
             f"expected sanitize with the executor of one process, got {type(executor).__name__}: "
-            "look for the fault without ranks, or leave sanitize out"
+            "use it without ranks, or leave sanitize out"
         )
     return cache

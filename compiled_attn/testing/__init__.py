@@ -1,4 +1,4 @@
-"""Tests for whoever writes a paged attention kernel, or an engine around one.
+"""Test tools for authors of paged attention kernels and of inference engines.
 
 Names are imported on first access.
 """

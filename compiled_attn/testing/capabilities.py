@@ -20,23 +20,23 @@ FEATURES: Mapping[str, str] = MappingProxyType({
     "shared_prefix": "two requests read the same blocks",
     "window": "a sliding window",
     "softcap": "scores are capped, cap * tanh(score / cap)",
-    "sinks": "a logit for each head that takes part in the softmax and has no value",
+    "sinks": "attention sinks: an extra logit per head in the softmax, without a value",
     "alibi": "a bias that is linear in the distance, with a slope for each head",
-    "mla": "values have another size than keys",
-    "int8": "caches of int8 with scales",
-    "fp8_e4m3": "caches of float8_e4m3fn with scales",
-    "fp8_e5m2": "caches of float8_e5m2 with scales",
+    "mla": "values with another head size than keys, or values that are a part of the keys",
+    "int8": "int8 caches with a scale for each slot and KV head",
+    "fp8_e4m3": "float8_e4m3fn caches with scales",
+    "fp8_e5m2": "float8_e5m2 caches with scales",
     "noncausal": "queries see all keys of their request",
     "lse": "returns the log-sum-exp of the scores",
     "append": "the call writes new keys and values to the cache, then attends",
-    "rotary": "rotates new keys and queries by their positions",
+    "rotary": "applies rotary embeddings to new keys and queries",
     "padding_rows": "rows of the batch, or query rows, that belong to no request",
-    "empty_rows": "a request without any key in the cache",
+    "empty_rows": "a request whose sequence length is 0",
     "strided": "caches, tables and queries that are views of larger tensors",
     "int64_tables": "block tables and lengths in int64",
-    "replay": "may be captured once and replayed with other metadata in the same buffers",
+    "replay": "captured once, then replayed with other metadata in the same buffers",
 })  # fmt: skip
-"""One sentence for each feature, by its name: "The kernel supports: ..."."""
+"""Description of each feature, by name."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
     "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -51,15 +51,15 @@ class CapabilityError(ValueError):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel claims; the kit tests exactly that, and skips the rest by name.
+    """What a kernel claims to support; the kit tests that, and reports the rest as not claimed.
 
     Args:
-        features: names in `FEATURES`.
+        features: supported features, names in `FEATURES`.
         dtypes: of queries, and of caches that are not quantised.
-        head_dims: sizes of a head.
-        block_sizes: tokens in a block.
-        groups: query heads for each KV head.
-        device: where its tensors must be.
+        head_dims: head sizes to test.
+        block_sizes: block sizes to test, in tokens.
+        groups: query heads per KV head to test.
+        device: device of all tensors.
 
     Raises:
         CapabilityError: an unknown feature, no dtype, or sizes that are not positive ints.
@@ -117,7 +117,7 @@ class Capabilities:
         return feature in self.features
 
     def replace(self, **changes: Any) -> Capabilities:
-        """Returns the same with other arguments."""
+        """Returns a copy with some arguments replaced."""
         return dataclasses.replace(self, **changes)
 
 

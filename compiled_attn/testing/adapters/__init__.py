@@ -1,4 +1,4 @@
-"""Foreign paged attention kernels behind signatures that the conformance kit knows.
+"""Paged attention kernels of other projects behind signatures that the conformance kit knows.
 
 Each module imports its package when it is called, so that all of them can be imported anywhere::
 

@@ -1,7 +1,7 @@
 """transformers' attention ``paged|eager``, as its continuous batching calls it.
 
 Source: ``generation/continuous_batching`` of transformers 5.23 and later. Keys of all requests are
-gathered from the cache into one row, behind one mask of blocks on the diagonal. Soft caps are
+gathered from the cache into one row, under one block-diagonal mask. Soft caps are
 claimed, as Gemma 2 passes one to it and the error of ``sdpa`` recommends ``eager`` for them.
 """
 

@@ -1,4 +1,4 @@
-"""A fuzzer of engines with a paged KV cache: random traces, checked tokens, minimal scripts."""
+"""Fuzzer for engines with a paged KV cache: random traces, checked tokens, minimal scripts."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _EVERY_S = 5.0  # between lines of progress
 
 @dataclass
 class _Fuzzed:
-    """What a run has found so far; ``start`` is the seed of its first trace."""
+    """Counts and failures so far; ``start`` is the seed of the first trace."""
 
     start: int
     counts: Counter[str] = field(default_factory=Counter)
@@ -53,39 +53,39 @@ class _Fuzzed:
 
 
 class _Maker:
-    """Makes targets of a class; keeps one for the next trace if that has the same settings."""
+    """Creates targets of a class; reuses one for the next trace if the settings are equal."""
 
     def __init__(self, kind: type[Target], options: Mapping[str, Any]) -> None:
         self.kind, self.options = kind, options
-        self._kept: Target | None = None
+        self._idle: Target | None = None
 
-    def failure(self, trace: Trace, counts: Counter[str] | None = None) -> Failure | None:
-        """Runs a trace on a target that has run nothing, or that was reset."""
-        target, self._kept = self._kept, None
+    def run(self, trace: Trace, counts: Counter[str] | None = None) -> Failure | None:
+        """Runs a trace on a new target, or on one that was reset."""
+        target, self._idle = self._idle, None
         try:
             if target is not None and target.settings != trace.settings:
                 target.close()
                 target = None
             if target is None:
-                target = self.made(trace)
+                target = self.create(trace)
             found = run(trace, target, counts)
             if found is None and target.reset():
-                self._kept, target = target, None
+                self._idle, target = target, None
             return found
         finally:
             if target is not None:
                 target.close()
 
-    def made(self, trace: Trace) -> Target:
+    def create(self, trace: Trace) -> Target:
         try:
             return self.kind(trace.settings, **self.options)
         except Exception as error:
             name = self.kind.__name__
-            raise UserError(f"cannot make {name} with {trace.settings}: {error}") from error
+            raise UserError(f"cannot create {name} with {trace.settings}: {error}") from error
 
     def close(self) -> None:
-        if self._kept is not None:
-            self._kept.close()
+        if self._idle is not None:
+            self._idle.close()
 
     def script(self, trace: Trace, failure: Failure) -> str:
         return script(trace, self.kind, self.options, str(failure))
@@ -94,7 +94,7 @@ class _Maker:
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Parses the arguments and fuzzes.
 
-    Returns the exit code: 0: nothing failed, 1: something did, 2: bad input.
+    Returns the exit code: 0: no failure, 1: a failure, 2: bad input.
     """
     options = _arguments(argv)
     try:
@@ -106,21 +106,23 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m compiled_attn.testing fuzz",
-        description="Run random traces on an engine; shrink what fails to a minimal script.",
+        description="Run random traces of requests on an engine, check every token, and shrink a "
+        "failure to a minimal script. Exits with 1 on a failure, 2 on bad input.",
     )
     add = parser.add_argument
     add(
         "--target",
         default="ours",
         metavar="NAME",
-        help=f"{', '.join(TARGETS)} or module:Class, a subclass of Target (default: ours)",
+        help=f"engine to test: {', '.join(TARGETS)} or module:Class, a subclass of Target "
+        "(default: ours, this project's engine)",
     )
     add(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the target's class; values are JSON, or text",
+        help="argument of the target's constructor; JSON, else a string",
     )
     add(
         "--requests",
@@ -131,12 +133,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, metavar="N", help="stop after N steps")
     add("--minutes", type=float, metavar="M", help="stop after M minutes")
     add("--seed", type=int, default=0, metavar="S", help="seed of the first trace (default: 0)")
-    add("--size", type=int, default=200, metavar="N", help="requests of a trace (default: 200)")
+    add("--size", type=int, default=200, metavar="N", help="requests per trace (default: 200)")
     add(
         "--keep",
         type=int,
         metavar="N",
-        help="traces in a row on one engine, with the same settings (default: 1; vllm: 5)",
+        help="traces per engine, all with its settings (default: 1; vllm: 5)",
     )
     add("--failures", type=int, default=1, metavar="N", help="stop after N failures (default: 1)")
     add(
@@ -144,17 +146,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=500,
         metavar="N",
-        help="runs that shrink a failing trace at most (default: 500)",
+        help="maximum number of runs to shrink a failing trace (default: 500)",
     )
     add(
         "--without",
         action="append",
         default=[],
         metavar="KIND",
-        help="leave out what the target supports: abort, fork, preempt, defragment, draft, salt, "
-        "sample",
+        help="leave out something that the target supports: abort, fork, preempt, defragment, "
+        "draft, salt, sample; may be repeated",
     )
-    add("--replay", type=Path, metavar="FILE", help="run this trace (JSON) alone")
+    add("--replay", type=Path, metavar="FILE", help="run only this trace (JSON)")
     add(
         "--script",
         type=Path,
@@ -166,7 +168,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--sum",
         type=Path,
         metavar="FILE",
-        help="add the counts to this file; the next run with it continues with the next seed",
+        help="add the counts to this file, and continue after the last seed in it",
     )
     return parser.parse_args(argv)  # fmt: skip
 
@@ -192,10 +194,10 @@ def _fuzz(options: argparse.Namespace) -> int:
     with closing(_Maker(_target(options), dict(map(_option, options.set)))) as maker:
         if options.replay is not None:
             trace = _read_trace(options.replay)
-            if failure := maker.failure(trace, found.counts):
+            if failure := maker.run(trace, found.counts):
                 _report(options, maker, found, trace, failure)
         else:
-            _many(options, maker, found)
+            _run_traces(options, maker, found)
     print(found.line())
     others = {name: n for name, n in sorted(found.counts.items()) if n}
     print(", ".join(f"{name} {n:,}" for name, n in others.items()))
@@ -213,7 +215,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     return FAILED if found.failures else 0
 
 
-def _many(options: argparse.Namespace, maker: _Maker, found: _Fuzzed) -> None:
+def _run_traces(options: argparse.Namespace, maker: _Maker, found: _Fuzzed) -> None:
     started = shown = time.perf_counter()
     counts, limits = found.counts, {"requests": options.requests, "steps": options.steps}
     keep = options.keep or maker.kind.same_settings
@@ -223,7 +225,7 @@ def _many(options: argparse.Namespace, maker: _Maker, found: _Fuzzed) -> None:
         seed = found.start + counts["traces"]
         settings = random_settings(Random(seed // keep), maker.kind)
         trace = generate(seed, maker.kind, options.size, settings)
-        failure = maker.failure(trace, counts)
+        failure = maker.run(trace, counts)
         counts["traces"] += 1
         now = time.perf_counter()
         found.seconds = now - started
@@ -250,14 +252,17 @@ def _report(
     print(f"seed {seed}: {failure}; shrinking", file=sys.stderr, flush=True)
 
     def fails(smaller: Trace) -> bool:
-        other = maker.failure(smaller)
+        other = maker.run(smaller)
         return other is not None and other.cause == failure.cause
 
     if fails(trace):
         trace = shrink(trace, fails, options.runs)
-        failure = maker.failure(trace) or failure
+        failure = maker.run(trace) or failure
     else:
-        print("it passes on an engine that served nothing before: not shrunk", file=sys.stderr)
+        print(
+            "not shrunk: it passes on a new engine, so earlier traces matter",
+            file=sys.stderr,
+        )
     text = maker.script(trace, failure)
     if options.script is None or found.failures:
         print(text)
@@ -273,14 +278,14 @@ def _target(options: argparse.Namespace) -> type[Target]:
     name: str = options.target
     module, _, attribute = TARGETS.get(name, name).partition(":")
     if not attribute:
-        raise UserError(f"expected a target of {[*TARGETS]} or module:Class, got {name!r}")
+        raise UserError(f"expected --target {', '.join(TARGETS)} or module:Class, got {name!r}")
     try:
         found = getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # of its module
         raise UserError(f"cannot import the target {name}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Target)):
         raise UserError(
-            f"expected a subclass of compiled_attn.testing.fuzz.Target, got {name}: derive it"
+            f"expected a subclass of compiled_attn.testing.fuzz.Target, got {name}: subclass it"
         )
     if unknown := {*options.without} - found.supports:
         raise UserError(f"expected --without of {sorted(found.supports)}, got {sorted(unknown)}")
@@ -312,7 +317,7 @@ def _read_sum(path: Path | None, target: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict) or found.get("target") != target:
-            raise ValueError(f"expected sums of target {target}")
+            raise ValueError(f"expected counts of target {target}")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot add to {path}: {error}: name another file") from error
     return found

@@ -1,4 +1,4 @@
-"""Random traces that favour nasty states: tiny pools, shared prefixes, block borders, overload."""
+"""Random traces that favour edge cases: tiny pools, shared prefixes, block borders, overload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPTIONAL = ("share", "fork", "abort", "preempt", "defragment", "draft")
 
 
 def random_settings(rng: random.Random, target: type[Target]) -> Settings:
-    """Draws the sizes of an engine: mostly a pool that few requests fill."""
+    """Returns random sizes of an engine, mostly with a pool that few requests fill."""
     size = rng.choice(target.block_sizes)
     longest = rng.randint(min(target.longest, 2 * size + 2), target.longest)
     context = rng.choice((longest, max(3, longest // size * size + rng.randint(-1, 1))))
@@ -37,17 +37,17 @@ def generate(
 ) -> Trace:
     """Returns a random trace, the same for the same arguments.
 
-    Which operations it has, and how often, is drawn too: some traces never abort, some rarely step.
+    The mix of operations is random too: some traces never abort, some rarely step.
 
     Args:
-        seed: of everything.
-        target: what it runs on, for its sizes and what it supports.
-        requests: that it makes, at least.
-        settings: of the engine; None: drawn.
+        seed: seed of all random choices.
+        target: target class, for the sizes and operations that it supports.
+        requests: minimum number of requests.
+        settings: sizes of the engine; None: random.
     """
     rng = random.Random(seed)
-    drawn = random_settings(rng, target)
-    return _Generator(rng, drawn if settings is None else settings, target.supports).trace(requests)
+    sizes = random_settings(rng, target)
+    return _Generator(rng, sizes if settings is None else settings, target.supports).trace(requests)
 
 
 class _Generator:
@@ -59,7 +59,7 @@ class _Generator:
         self.weights = {kind: weight for kind, weight in weights.items() if kind in allowed}
         self.alphabet = rng.choice((2, 16, 48, 48))
         self.stems = [self.tokens(settings.context) for _ in range(rng.choice((1, 2, 5)))]
-        self.pace = rng.choice((0.3, 1.0, 3.0))  # steps by operation
+        self.pace = rng.choice((0.3, 1.0, 3.0))  # steps per operation
         self.sampled = rng.choice((0.0, 0.2)) if "sample" in supports else 0.0
         self.salted = rng.choice((0.0, 0.3)) if "salt" in supports else 0.0
         self.next_id = 0
@@ -84,7 +84,7 @@ class _Generator:
             return [Operation(kind, count=rng.randint(0, 4))]
         if kind in ("abort", "share", "again") and not self.made:
             return []
-        if kind == "abort":  # mostly a recent one, which still waits or runs
+        if kind == "abort":  # mostly a recent one, which is still waiting or running
             at = min(len(self.made), 1 + int(rng.expovariate(0.3)))
             return [Operation(kind, self.made[-at].request)]
         count = rng.randint(2, 4) if kind == "fork" else 1
@@ -123,7 +123,7 @@ class _Generator:
         )
 
     def length(self, most: int) -> int:
-        """Lengths around block borders are as likely as all others."""
+        """Returns a random length; half of them are around block borders."""
         rng, size = self.rng, self.settings.block_size
         length = rng.randint(1, most)
         if rng.random() < 0.5:

@@ -21,12 +21,12 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 9},
     "gemma3_text": {
         "sliding_window": 9,
-        "num_hidden_layers": 3,  # two of one kind, one of the other
+        "num_hidden_layers": 3,  # two sliding, one full
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 32,
     },
 }
-"""Settings of the models by the name of their family: full attention, windows, and both."""
+"""Config of each model family: full attention, sliding windows, and both."""
 
 _SIZES = {
     "vocab_size": 1024,  # many, so that the best logits are close
@@ -45,13 +45,13 @@ _SIZES = {
 }
 
 _SCALES = {"embed_tokens": 0.02, "v_proj": 5.0, "o_proj": 5.0}
-"""Attention outweighs a token's own embedding, so a wrong key mostly changes the next token."""
+"""Factors of weights that make attention dominate, so that a wrong key changes the next token."""
 
 Choose = Callable[[NDArray[np.float64], int | None, int], int]
 
 
 def tiny_model(family: str) -> PreTrainedModel:
-    """Returns a small model of `FAMILIES` in float32; its weights are always the same."""
+    """Returns a small float32 model of `FAMILIES`, with the same weights each time."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -71,10 +71,10 @@ def most_likely(logits: NDArray[np.float64], seed: int | None, step: int) -> int
 
 
 class DenseReference:
-    """Logits of whole texts from dense attention: no cache, no engine, nothing shared.
+    """Logits of whole texts from dense attention: no cache, no engine, no batching effects.
 
     Args:
-        model: is copied.
+        model: a transformers model, which is copied.
         choose: see `Reference.choose`; by default the most likely token.
     """
 
@@ -91,7 +91,7 @@ class DenseReference:
 
     @torch.no_grad()
     def logits(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
-        """Logits ``[len(text), vocab]`` in float64."""
+        """Returns logits ``[len(text), vocab]`` of each text in float64."""
         rows = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = torch.tensor(text)
@@ -101,7 +101,7 @@ class DenseReference:
 
     @torch.no_grad()
     def rounding(self, text: Sequence[int]) -> float:
-        """Eight times the error of the model's own precision in dense attention."""
+        """Returns eight times the error of dense attention in the model's dtype."""
         plain = self._plain(input_ids=torch.tensor([text]), use_cache=False).logits[0]
         exact = self.logits([text])[0]
         scale = float(torch.finfo(plain.dtype).eps) * np.abs(exact).max()

@@ -1,4 +1,4 @@
-"""Our engine as a target of the fuzzer."""
+"""This project's engine as a target of the fuzzer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Ours"]
 
 
 class Ours(Target):
-    """`Engine` with a tiny model and the eager backend; ``config`` changes its `EngineConfig`."""
+    """`Engine` with a tiny model and the eager backend; ``config`` overrides its `EngineConfig`."""
 
     supports: ClassVar = frozenset(["abort", "fork", "preempt", "defragment", "salt", "sample"])
     families: ClassVar = tuple(FAMILIES)
@@ -34,14 +34,14 @@ class Ours(Target):
         self.reference = DenseReference.of(settings.family, choose)
         self.engine = Engine(tiny_model(settings.family), EngineConfig(**{**sizes, **config}))
         self.engine.warmup()
-        self._names: dict[int, int] = {}  # of the engine's requests
-        self._later: list[tuple[int, int, tuple[Any, ...]]] = []  # continuations after their first
+        self._names: dict[int, int] = {}  # our request ids by those of the engine
+        self._later: list[tuple[int, int, tuple[Any, ...]]] = []  # continuations not submitted yet
 
     def submit(
         self, request: int, prompt: Sequence[int], new_tokens: int, *,
         salt: str | None = None, seed: int | None = None, count: int = 1,
     ) -> None:  # fmt: skip
-        """Continuations follow when the first has computed the prompt, as in `Engine.stream`."""
+        """Submits further continuations after the first has computed the prompt."""
         params = SamplingParams(new_tokens, temperature=float(seed is not None), seed=seed, n=count)
         first = self._submit(request, prompt, params.continuation(0), salt)
         for n in range(1, count):
@@ -56,7 +56,7 @@ class Ours(Target):
         return name
 
     def step(self) -> Mapping[int, Sequence[int]]:
-        """Returns the new tokens of a step; raises for a request that ended with an error."""
+        """Returns the new tokens of a step; raises if a request failed."""
         due = [each for each in self._later if self.engine.has_started(each[0])]
         self._later = [each for each in self._later if each not in due]
         for _, request, call in due:
@@ -69,7 +69,7 @@ class Ours(Target):
         return tokens
 
     def abort(self, request: int, count: int) -> None:
-        """Aborts what waits or runs of them."""
+        """Aborts those that are waiting or running."""
         ids = range(request, request + count)
         self._later = [each for each in self._later if each[1] not in ids]
         for name in self.engine.open_requests:
@@ -82,18 +82,18 @@ class Ours(Target):
             self.engine.scheduler.preempt(running[-1])
 
     def defragment(self) -> None:
-        """Defragments now, whether it is due or not."""
+        """Defragments now."""
         if self.engine.memory.defragmenter is not None:
             self.engine.memory.defragmenter.defragment()
 
     def check(self, is_idle: bool) -> str:
-        """Blocks are owned by the running requests alone, none leaks, nothing compiled."""
+        """Checks that only running requests own blocks, none leaks, and nothing compiled."""
         pool, engine = self.engine.pool, self.engine
         stats = pool.stats()
         tables = [block for name in pool.requests for block in pool.table(name).blocks]
         running = {each.request_id for each in engine.scheduler.running}
         problems = {
-            "blocks are lost": stats.used + stats.cached + stats.free != stats.total,
+            "block counts do not add up": stats.used + stats.cached + stats.free != stats.total,
             "reference counts differ from the tables": not np.array_equal(
                 np.bincount(tables, minlength=pool.num_blocks), pool.refcounts
             ),
@@ -106,7 +106,7 @@ class Ours(Target):
         return "; ".join(f"{problem}: {stats}" for problem, is_true in problems.items() if is_true)
 
     def counts(self) -> Mapping[str, int]:
-        """Preemptions, evictions, moved blocks, prefix hits."""
+        """Counts preemptions, evictions, moved blocks and prefix hits."""
         stats, memory = self.engine.memory.stats(), self.engine.memory.figures()
         return {"preemptions": stats.preemptions, "evictions": stats.evictions,
                 "moves": int(memory.get("defrag_moves", 0)), "hits": stats.hit_tokens}  # fmt: skip
@@ -122,7 +122,7 @@ class Ours(Target):
 
 
 def choose(logits: NDArray[np.float64], seed: int | None, step: int) -> int:
-    """The token of our sampler, whose random numbers depend on the seed and the step alone."""
+    """Samples with the engine's sampler, whose random numbers depend on seed and step only."""
     if seed is None:
         return int(logits.argmax())
     row = torch.tensor(logits[None], dtype=torch.float32)

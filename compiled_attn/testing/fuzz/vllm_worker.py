@@ -1,4 +1,4 @@
-"""Serves vLLM's engine over JSON lines: a call a line on stdin, its result on stdout.
+"""Serves vLLM's engine over JSON lines: one call per line on stdin, its result on stdout.
 
 Runs in vLLM's environment, without this project.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Calls:
-    """The engine's calls, by name."""
+    """The calls that `VllmCpu` sends, by name."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -21,7 +21,7 @@ class Calls:
         self.core = self.engine.engine_core.engine_core
 
     def submit(self, name: str, prompt: list[int], new: int, salt: str | None, count: int) -> None:
-        """Several continuations need a temperature; with one candidate it changes nothing."""
+        """Adds a request; vLLM's ``n`` needs a temperature, which ``top_k=1`` makes greedy."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -30,18 +30,18 @@ class Calls:
             max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA,
             **(several if count > 1 else {"temperature": 0.0}),
         )  # fmt: skip
-        asked = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-        self.engine.add_request(name, asked, params)
+        given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        self.engine.add_request(name, given, params)
 
     def step(self) -> list[tuple[str, int, list[int]]]:
-        """New tokens by request and continuation."""
+        """Returns new tokens by request and continuation."""
         results = self.engine.step() if self.engine.has_unfinished_requests() else []
         return [
             (r.request_id, each.index, [*each.token_ids]) for r in results for each in r.outputs
         ]
 
     def abort(self, name: str) -> None:
-        """Drops all continuations."""
+        """Aborts all continuations."""
         self.engine.abort_request([name])
 
     def preempt(self) -> None:
@@ -49,7 +49,7 @@ class Calls:
         self.engine.reset_prefix_cache(reset_running_requests=True)
 
     def usage(self) -> dict[str, Any]:
-        """Blocks of the pool without the null block, free ones, and requests that it still has."""
+        """Counts blocks of the pool (without the null block), free blocks and open requests."""
         scheduler = self.core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         open_ = len(scheduler.requests) + len(scheduler.running) + len(scheduler.waiting)
@@ -61,7 +61,7 @@ class Calls:
 
 
 def main() -> None:
-    """Answers until stdin ends; what vLLM prints goes to stderr."""
+    """Answers calls until stdin closes; vLLM's own output goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     calls: Calls | None = None

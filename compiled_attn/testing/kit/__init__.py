@@ -1,4 +1,4 @@
-"""The conformance kit: `check` tests a paged attention op on all that it claims.
+"""The conformance kit: `check` tests every feature that a paged attention op claims.
 
 python -m compiled_attn.testing mymodule:my_op
 pytest --paged-attention mymodule:my_op

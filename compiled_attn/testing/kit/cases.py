@@ -20,7 +20,7 @@ __all__ = ["CASES", "Case", "Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the steps of a case are made from: claims, an interface, and one set of sizes."""
+    """Builds the steps of a case from claims, an interface, and one set of sizes."""
 
     claims: Capabilities
     interface: type[Interface]
@@ -36,7 +36,7 @@ class Plan:
         return self.base.block_size
 
     def rows(self, *requests: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Requests as the interface can have them: one row each, equally many, or any."""
+        """Adapts query rows to the interface: one row per request, equally many, or any number."""
         if self.interface.rows == "one" or not self.has("chunked"):
             is_any = self.interface.rows == "any" and self.has("mixed")
             return tuple((rows if is_any and rows == n else 1, n) for rows, n in requests)
@@ -48,7 +48,7 @@ class Plan:
     def decodes(self, **fields: object) -> Step:
         """Three decodes of different lengths."""
         size = self.size
-        return self.base.but(
+        return self.base.replace(
             requests=((1, 2 * size + 3), (1, size // 2 + 1), (1, size + 2)), **fields
         )
 
@@ -56,16 +56,16 @@ class Plan:
         """Several queries of a request after tokens in the cache, if that is claimed."""
         size = self.size
         rows = self.rows((3, 2 * size + 2), (2, size + 1), (4, 4 + size // 2))
-        return self.base.but(requests=rows, **fields)
+        return self.base.replace(requests=rows, **fields)
 
     def mixed(self, **fields: object) -> Step:
-        """A decode, a prompt, a first token, a chunk, drafts: as many of these as are claimed."""
+        """A decode, a prompt, a first token, a chunk and draft tokens, as far as claimed."""
         size = self.size
         rows = self.rows((1, size + 2), (5, 5), (1, 1), (4, 2 * size + 1), (2, max(2, size)))
-        return self.base.but(requests=rows, **fields)
+        return self.base.replace(requests=rows, **fields)
 
     def general(self, **fields: object) -> Step:
-        """The richest step that is claimed."""
+        """The step with the most kinds of requests that are claimed."""
         return self.mixed(**fields) if self.has("mixed") else self.chunks(**fields)
 
 
@@ -78,12 +78,12 @@ class Case:
     """One guarantee.
 
     Attributes:
-        name: of the case, after the feature that it tests.
-        guarantee: the end of "a kernel must guarantee that".
+        name: name of the case, mostly the feature that it tests.
+        guarantee: completes "a kernel must guarantee that ...".
         needs: features that must be claimed.
         steps: yields its steps for one set of sizes.
         check: checks a step.
-        sizes: "every" combination of those claimed, "each" of them once, or the "first" alone.
+        sizes: "every" combination of the claimed sizes, "each" size once, or only the "first".
     """
 
     name: str
@@ -113,7 +113,9 @@ def _case(
 def decode(plan: Plan) -> Iterator[Step]:
     lengths = (max(1, plan.size - 1), max(1, plan.size // 2), max(1, plan.size - 2))
     heads = plan.base.heads // plan.base.kv_heads
-    yield plan.base.but(requests=tuple((1, length) for length in lengths), heads=heads, kv_heads=1)
+    yield plan.base.replace(
+        requests=tuple((1, length) for length in lengths), heads=heads, kv_heads=1
+    )
 
 
 @_case("blocks may be in any order, with any ids up to the largest")
@@ -129,11 +131,11 @@ def heads(plan: Plan) -> Iterator[Step]:
         yield plan.decodes(heads=kv_heads * group, kv_heads=kv_heads)
 
 
-@_case("lengths around a multiple of the block size, and of 1, are exact")
+@_case("lengths just below, at and above a multiple of the block size are exact")
 def block_borders(plan: Plan) -> Iterator[Step]:
     size = plan.size
     lengths = {1, 2, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1} - {0}
-    yield plan.base.but(requests=tuple((1, length) for length in sorted(lengths)))
+    yield plan.base.replace(requests=tuple((1, length) for length in sorted(lengths)))
 
 
 @_case("scores are multiplied by the scale that is passed")
@@ -149,42 +151,42 @@ def large_scores(plan: Plan) -> Iterator[Step]:
 @_case("a request of more than a thousand keys is exact")
 def long_context(plan: Plan) -> Iterator[Step]:
     # Apart from short ones, whose larger numbers would allow larger errors.
-    yield plan.base.but(requests=((1, 1100), (1, 1037)))
-    yield plan.base.but(requests=((1, 513), (1, 5)))
+    yield plan.base.replace(requests=((1, 1100), (1, 1037)))
+    yield plan.base.replace(requests=((1, 513), (1, 5)))
 
 
 @_case("each query of a chunk sees the keys up to its own position", "chunked")
 def chunked(plan: Plan) -> Iterator[Step]:
     yield plan.chunks()
-    yield plan.base.but(requests=plan.rows((plan.size + 2, 3 * plan.size)))
+    yield plan.base.replace(requests=plan.rows((plan.size + 2, 3 * plan.size)))
 
 
 @_case("prompts and decodes may be in one call", "mixed")
 def mixed(plan: Plan) -> Iterator[Step]:
     yield plan.mixed()
-    yield plan.base.but(requests=plan.rows((9, 9), (1, 12)))
-    yield plan.base.but(requests=plan.rows((1, 12), (9, 9), (1, plan.size)))
+    yield plan.base.replace(requests=plan.rows((9, 9), (1, 12)))
+    yield plan.base.replace(requests=plan.rows((1, 12), (9, 9), (1, plan.size)))
 
 
 @_case("requests may read the same blocks", "shared_prefix")
 def shared_prefix(plan: Plan) -> Iterator[Step]:
     size = plan.size
     rows = plan.rows((1, 2 * size + 1), (3, 2 * size + 7), (1, 4), (2, 3 * size))
-    yield plan.base.but(requests=rows, shared=2)
+    yield plan.base.replace(requests=rows, shared=2)
 
 
-@_case("nan in slots that belong to no request is never seen")
+@_case("NaN in slots that belong to no request never reaches the output")
 def poison_nan(plan: Plan) -> Iterator[Step]:
     yield plan.decodes(unowned=math.nan)
     yield plan.general(unowned=math.nan)
 
 
-@_case("inf in slots that belong to no request is never seen")
+@_case("inf in slots that belong to no request never reaches the output")
 def poison_inf(plan: Plan) -> Iterator[Step]:
     yield plan.general(unowned=math.inf)
 
 
-@_case("whatever the others hold, nan too, a request's rows keep their bits",
+@_case("a request's output has the same bits whatever other requests hold, even NaN",
        check=checks.neighbours)  # fmt: skip
 def neighbours(plan: Plan) -> Iterator[Step]:
     yield plan.decodes()
@@ -198,7 +200,7 @@ def same_buffers(plan: Plan) -> Iterator[Step]:
     yield plan.general()
 
 
-@_case("nothing but the outputs is written", check=checks.inputs)
+@_case("the call writes to its outputs only", check=checks.inputs)
 def inputs(plan: Plan) -> Iterator[Step]:
     if plan.interface.appends != "always":
         yield plan.general()
@@ -227,12 +229,12 @@ def softcap_alibi(plan: Plan) -> Iterator[Step]:
     yield plan.general(softcap=0.7, alibi=True)
 
 
-@_case("a sink takes part in the softmax and has no value", "sinks")
+@_case("a sink is an extra logit in the softmax, without a value", "sinks")
 def sinks(plan: Plan) -> Iterator[Step]:
     yield plan.general(sinks=True)
 
 
-@_case("all features of scores that are claimed go together")
+@_case("the claimed ones of softcap, window, ALiBi and sinks work in one call")
 def all_scores(plan: Plan) -> Iterator[Step]:
     scores = {"softcap": 2.0, "window": plan.size // 2 + 1, "alibi": True, "sinks": True}
     claimed = {name: value for name, value in scores.items() if plan.has(name)}
@@ -240,7 +242,7 @@ def all_scores(plan: Plan) -> Iterator[Step]:
         yield plan.general(**claimed)
 
 
-@_case("values have their own size", "mla")
+@_case("values may have another head size than keys", "mla")
 def mla(plan: Plan) -> Iterator[Step]:
     dim = plan.base.head_dim
     yield plan.general(value_dim=max(1, dim // 2))
@@ -256,15 +258,15 @@ def _quantised(name: str) -> Steps:
 
 
 for _name in QUANTISED:
-    _case("stored keys and values are multiplied by their own scales", _name)(_quantised(_name))
+    _case("keys and values are dequantized, each with its own scales", _name)(_quantised(_name))
 
 
-@_case("without causality a query sees all keys of its request", "noncausal")
+@_case("with causal=False a query sees all keys of its request", "noncausal")
 def noncausal(plan: Plan) -> Iterator[Step]:
     yield plan.general(causal=False)
 
 
-@_case("the log-sum-exp is that of all scores", "lse")
+@_case("the log-sum-exp covers all visible scores", "lse")
 def lse(plan: Plan) -> Iterator[Step]:
     yield plan.decodes(lse=True)
     yield plan.general(lse=True)
@@ -274,18 +276,18 @@ def lse(plan: Plan) -> Iterator[Step]:
         yield plan.general(lse=True, softcap=0.7)
 
 
-@_case("the log-sum-exp counts the sink", "lse sinks")
+@_case("the log-sum-exp includes the sink", "lse sinks")
 def lse_sinks(plan: Plan) -> Iterator[Step]:
     yield plan.general(lse=True, sinks=True)
 
 
-@_case("new keys and values are stored bit for bit, nothing else is written, and they are seen",
+@_case("new keys and values are stored bit for bit, attended to, and nothing else is written",
        "append", check=checks.written)  # fmt: skip
 def append(plan: Plan) -> Iterator[Step]:
     size = plan.size
     yield plan.decodes(append=True)
     borders = plan.rows((1, 1), (1, size), (1, size + 1), (3, size + 2), (2, 2 * size))
-    yield plan.base.but(requests=borders, append=True, unowned=math.nan)
+    yield plan.base.replace(requests=borders, append=True, unowned=math.nan)
     if plan.has("mixed"):
         yield plan.mixed(append=True)
     for name in QUANTISED:
@@ -302,34 +304,34 @@ def rotary(plan: Plan) -> Iterator[Step]:
             yield plan.chunks(append=True, rotary=rotated)
 
 
-@_case("rows of padding are finite and change nothing", "padding_rows")
+@_case("padding rows return finite numbers and change no other row", "padding_rows")
 def padding_rows(plan: Plan) -> Iterator[Step]:
     padding = 3 if plan.interface.rows == "any" else 0
     yield plan.general(padding=padding, padded_requests=2)
     yield plan.decodes(padding=padding, padded_requests=2, unowned=math.nan)
 
 
-@_case("padding writes to the null block only", "padding_rows append", check=checks.written)
+@_case("padding rows write to null block 0 only", "padding_rows append", check=checks.written)
 def padding_append(plan: Plan) -> Iterator[Step]:
     if plan.interface.rows == "any":
         yield plan.general(padding=3, padded_requests=2, append=True)
 
 
-@_case("a row that sees no key is zero, and its log-sum-exp -inf or the sink", "empty_rows")
+@_case("the output of a row without keys is zero, its log-sum-exp -inf or the sink", "empty_rows")
 def empty_rows(plan: Plan) -> Iterator[Step]:
     rows = ((1, 0), (1, plan.size + 1), (1, 0))
     if plan.interface.appends != "always":
-        yield plan.base.but(requests=rows, lse=plan.has("lse"))
-        yield plan.base.but(requests=rows[::-1], unowned=math.nan, lse=plan.has("lse"))
+        yield plan.base.replace(requests=rows, lse=plan.has("lse"))
+        yield plan.base.replace(requests=rows[::-1], unowned=math.nan, lse=plan.has("lse"))
 
 
-@_case("queries, caches and tables may be parts of larger tensors", "strided")
+@_case("queries, caches and tables may be views of larger tensors", "strided")
 def strided(plan: Plan) -> Iterator[Step]:
     yield plan.general(strided=True)
     yield plan.general(gaps=True)
 
 
-@_case("writes to a part of a larger tensor leave the rest", "strided append",
+@_case("writes to a view leave the rest of its memory unchanged", "strided append",
        check=checks.written)  # fmt: skip
 def strided_append(plan: Plan) -> Iterator[Step]:
     yield plan.general(strided=True, append=True)
@@ -341,7 +343,7 @@ def int64_tables(plan: Plan) -> Iterator[Step]:
     yield plan.general(index=torch.int64)
 
 
-@_case("a captured call is right again when the metadata in its buffers changes", "replay",
+@_case("a replayed call uses the metadata that is in its buffers at that time", "replay",
        check=checks.replay, sizes="first")  # fmt: skip
 def replay(plan: Plan) -> Iterator[Step]:
     yield plan.decodes()

@@ -1,4 +1,4 @@
-"""What is checked about a step: values, neighbours, inputs, written memory, replay."""
+"""The checks of a step: values, neighbours, inputs, written memory, replay."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Check = Callable[[Trial, Step], Measured]
 
 
 def values(trial: Trial, step: Step) -> Measured:
-    """Out and lse are those of the reference; rows of padding are finite."""
+    """Output and lse match the reference; padding rows are finite."""
     call = trial.call(step)
     want, allowed = trial.want(call)
     return trial.compare(call, trial.run(call), want, allowed)
 
 
 def neighbours(trial: Trial, step: Step) -> Measured:
-    """Whatever all others hold, NaN too, a request's rows keep their bits."""
+    """A request's output has the same bits when all others are filled with NaN."""
     note = ""
     call = trial.call(step)
     before, again = (trial.run(each)[0].clone() for each in (call, trial.call(step)))
@@ -44,16 +44,16 @@ def neighbours(trial: Trial, step: Step) -> Measured:
             poison_others(scene, fields, request, mine)
 
         got = trial.run(trial.call(step, poison))[0]
-        if not torch.equal(before[mine], again[mine]):  # compare what can be compared
-            note = "not deterministic: equal calls differ in their bits, so only NaN is looked for"
+        if not torch.equal(before[mine], again[mine]):  # bits cannot be compared
+            note = "not deterministic: equal calls differ in their bits, so checked for NaN only"
             same = bool(got[mine].isfinite().all())
         else:
             same = torch.equal(got[mine], before[mine])
         if not same:
-            changed = "nan" if bool(got[mine].isnan().any()) else "other bits"
+            changed = "nan" if bool(got[mine].isnan().any()) else "different"
             raise Mismatch(
-                f"request {request} gets {changed} when only the other requests' queries, keys "
-                "and values become nan"
+                f"the output of request {request} becomes {changed} when queries, keys and values "
+                "of the other requests become nan"
             )
     return Measured(note=note)
 
@@ -83,26 +83,26 @@ def inputs(trial: Trial, step: Step) -> Measured:
     read = call.args[trial.interface.outputs :], call.kwargs
     before = bits(read)
     trial.run(call)
-    _expect_same(call, before, bits(read), read, "must not be written")
+    _expect_same(call, before, bits(read), read, "expected no writes")
     return Measured()
 
 
 def written(trial: Trial, step: Step) -> Measured:
-    """New keys and values are stored bit for bit, nothing else is written, and they are seen."""
+    """New keys and values are stored bit for bit and attended to; nothing else is written."""
     call = trial.call(step)
     want, allowed = trial.want(call)
     read = call.args[trial.interface.outputs :], call.kwargs
     saved = bits(read)
     trial.expected(call)
-    _ignore_null(call)
+    _clear_null_block(call)
     right = bits(read)
     rotated = call.fields.key_cache.clone() if step.rotary else None
     restore(saved, read)
     got = trial.run(call)
     measured = trial.compare(call, got, want, allowed)
-    _ignore_null(call)
-    if rotated is not None:  # not bit for bit, but as near as the dtype allows
-        _expect_near(call, rotated)
+    _clear_null_block(call)
+    if rotated is not None:  # rounding may differ, so not bit for bit
+        _expect_close(call, rotated)
         call.fields.key_cache.copy_(rotated)
     _expect_same(call, right, bits(read), read, "expected other bits after the call")
     return measured
@@ -153,8 +153,8 @@ def _replayed(trial: Trial, run: Callable[[], Any], call: Call) -> tuple[Tensor,
     return trial.results(returned, call)
 
 
-def _ignore_null(call: Call) -> None:
-    """Clears the null block, where padding writes whatever it likes."""
+def _clear_null_block(call: Call) -> None:
+    """Clears the null block, where padding may write anything."""
     s = call.fields
     if call.scene.tokens > len(call.scene.real):
         for each in (s.key_cache, s.value_cache, s.key_scale, s.value_scale):
@@ -162,7 +162,7 @@ def _ignore_null(call: Call) -> None:
                 each[0].zero_()
 
 
-def _expect_near(call: Call, want: Tensor) -> None:
+def _expect_close(call: Call, want: Tensor) -> None:
     got, step = call.fields.key_cache, call.scene.step
     new = [slots[len(slots) - rows :] for slots, (rows, _) in
            zip(call.scene.owned, call.scene.sizes, strict=True)]  # fmt: skip

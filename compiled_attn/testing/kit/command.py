@@ -23,23 +23,29 @@ def test(
         typer.Argument(metavar="MODULE:OP", help="Module or .py file, and the op in it."),
     ] = None,
     interface: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Its signature; default: by parameters.")
+        str | None,
+        typer.Option(metavar="NAME", help="Signature of the op; default: by its parameters."),
     ] = None,
     claims: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Features instead of the declared ones.")
+        str | None, typer.Option(metavar="A,B", help="Features to test instead of the declared.")
     ] = None,
-    dtypes: Annotated[str | None, typer.Option(metavar="A,B", help="float32,bfloat16,..")] = None,
-    head_dims: Annotated[str | None, typer.Option(metavar="N,M", help="Sizes of a head.")] = None,
+    dtypes: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Dtypes: float32,bfloat16,..")
+    ] = None,
+    head_dims: Annotated[
+        str | None, typer.Option(metavar="N,M", help="Head sizes to test.")
+    ] = None,
     block_sizes: Annotated[
-        str | None, typer.Option(metavar="N,M", help="Tokens in a block.")
+        str | None, typer.Option(metavar="N,M", help="Block sizes to test, in tokens.")
     ] = None,
     groups: Annotated[
-        str | None, typer.Option(metavar="N,M", help="Query heads for each KV head.")
+        str | None, typer.Option(metavar="N,M", help="Query heads per KV head to test.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Of all tensors, such as cuda.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all steps.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Device, such as cuda.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all inputs.")] = 0,
     part: Annotated[
-        list[str] | None, typer.Option("-k", metavar="PART", help="Cases with this in the name.")
+        list[str] | None,
+        typer.Option("-k", metavar="PART", help="Run cases with this in their name."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
@@ -51,11 +57,12 @@ def test(
         Path | None,
         typer.Option("--script", metavar="FILE", help="Write the smallest failing case here."),
     ] = None,
-    list_cases: Annotated[bool, typer.Option("--list", help="List the cases.")] = False,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and exit.")] = False,
 ) -> int:
-    """Test a paged attention op on all that it claims, and print a table of features.
+    """Test every feature that a paged attention op claims, and print a table of results.
 
-    Exits with 1 if a case fails, with 2 on bad input.
+    Exits with 1 if a case fails, with 2 on bad input. To fuzz a whole engine instead:
+    python -m compiled_attn.testing fuzz --help
     """
     from compiled_attn.testing.kit.run import run_cases, select
 
@@ -66,7 +73,7 @@ def test(
             typer.echo(f"{case.name}: {case.guarantee}{needs}")
         return 0
     if op is None:
-        raise UserError("expected MODULE:OP, got none: such as mykernel.py:my_op")
+        raise UserError("expected MODULE:OP, got none: name one, such as mykernel.py:my_op")
     try:
         refuse_unwritable((json_file, html_file, script_file), None)
     except OSError as error:
@@ -106,7 +113,7 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:
-    """Parse and run; returns the exit code."""
+    """Parses the arguments and runs; returns the exit code."""
     from compiled_attn.testing.capabilities import CapabilityError
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

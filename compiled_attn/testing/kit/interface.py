@@ -1,4 +1,4 @@
-"""What an interface is to the kit, and how one is found for a callable."""
+"""The base class of interfaces (signatures of paged attention that the kit can call)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Interface(ABC):
-    """One signature: turns the fields of a scene into a call, and results into rows.
+    """One signature: builds the arguments of a call, and reads its results.
 
-    A new interface is one class in one file: derive it, fill in the attributes and the three
-    functions, and pass the class as ``interface=``. ``arguments`` and ``results`` are static, use
-    torch alone and import what else they need inside, since a script of a failing case contains
-    them as they are.
+    To test another signature, subclass it, set ``name``, ``features``, ``parameters`` and
+    ``reference``, define `arguments` and `results`, and pass the class to `check` as
+    ``interface=``. The script of a failing case contains the source of `arguments` and `results`,
+    so they are static methods, use torch only and import anything else inside.
 
     Attributes:
-        name: what ``--interface`` calls it.
-        rows: query rows of a request: "any", "equal" (as many for each) or "one".
+        name: name in reports.
+        rows: query rows per request: "any", "equal" (the same number for each) or "one".
         features: names in `compiled_attn.testing.FEATURES` that the signature can express.
-        parameters: those that identify it.
-        keywords: the parameter that a feature needs.
-        outputs: number of leading arguments that are written and not read.
+        parameters: parameter names by which a callable is recognized.
+        keywords: for a feature, the parameter that the callable must have.
+        outputs: number of leading arguments that are output buffers.
         appends: whether a call writes new keys and values: "never", "always" or "optional".
-        reference: computes the same call in float64, and in ``dtype``; writes what it should.
+        reference: takes the same arguments and ``dtype`` (float64 by default), returns the expected
+            results on the CPU, and writes new keys and values if the call does.
     """
 
     name: ClassVar[str]
@@ -50,12 +51,12 @@ class Interface(ABC):
     @staticmethod
     @abstractmethod
     def arguments(s: SimpleNamespace) -> Arguments:
-        """Returns the arguments for the fields of a scene, see `Scene`; may be views of them."""
+        """Returns the arguments of a call for the tensors of a step, see ``fields`` of `Scene`."""
 
     @staticmethod
     @abstractmethod
     def results(returned: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-        """Returns out ``[T, H, Dv]`` and lse ``[T, H]`` or None from what a call returned."""
+        """Returns out ``[T, H, Dv]`` and lse ``[T, H]`` (or None) from the call's return value."""
 
     @classmethod
     def why_not(cls, step: Step) -> str | None:
@@ -64,7 +65,7 @@ class Interface(ABC):
 
     @classmethod
     def matches(cls, parameters: list[str]) -> bool:
-        """Whether a callable with these parameters has the interface."""
+        """Whether a callable with these parameters has this signature."""
         return {*cls.parameters} <= {*parameters}
 
     @classmethod
@@ -92,8 +93,9 @@ def lacks(parameters: list[str], keyword: str) -> bool:
 
 
 def parameters_of(op: Callable[..., Any]) -> list[str] | None:
-    """Returns the names of parameters, with the stars of ``*name`` and ``**name``; None: it takes
-    anything, or does not say.
+    """Returns parameter names, with the stars of ``*name`` and ``**name``.
+
+    None: the callable takes any arguments, or has no signature.
     """
     schema = getattr(getattr(op, "default", op), "_schema", None)
     if schema is not None:  # an op of torch.ops

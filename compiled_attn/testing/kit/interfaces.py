@@ -109,7 +109,7 @@ class OpWrite(Op):
     @classmethod
     def why_not(cls, step: Step) -> str | None:
         """See `Interface.why_not`."""
-        return "writes keys and values apart" if step.latent else None
+        return "needs separate values" if step.latent else None
 
 
 class Flash(Interface):
@@ -167,7 +167,7 @@ class Flash(Interface):
 
 
 class Varlen(Interface):
-    """``torch.nn.attention.varlen.varlen_attn`` over pages."""
+    """``torch.nn.attention.varlen.varlen_attn`` over a paged cache."""
 
     name = "varlen"
     features = _COMMON | {"mixed"}
@@ -213,7 +213,7 @@ class Varlen(Interface):
 
 
 class VarlenPacked(Varlen):
-    """The same without pages: the keys of a step one after the other."""
+    """``varlen_attn`` without a block table: packed keys and values."""
 
     name = "varlen_packed"
     features = frozenset(
@@ -256,7 +256,7 @@ def paged_arguments(s: SimpleNamespace) -> tuple[Any, ...]:
     x, heads = 16 // s.key_cache.element_size(), s.key_cache.shape[2]
     keys = s.key_cache.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4)
     caches = [keys.contiguous(), s.value_cache.permute(0, 2, 3, 1).contiguous()]
-    if s.strided:  # the other half of each block is of another cache
+    if s.strided:  # every other block belongs to another cache
         for at, cache in enumerate(caches):
             wide = torch.zeros_like(cache).unsqueeze(1).repeat_interleave(2, 1)
             caches[at] = wide[:, 1].copy_(cache)
@@ -271,7 +271,7 @@ def paged_arguments(s: SimpleNamespace) -> tuple[Any, ...]:
 
 
 class PagedV1(Interface):
-    """``paged_attention_v1`` of vLLM: a query row for each request, keys in packed layout."""
+    """``paged_attention_v1`` of vLLM: one query row per request, keys in packed layout."""
 
     name = "paged_v1"
     rows = "one"

@@ -19,13 +19,13 @@ def find(
     """Returns the subject of ``module:name`` or ``file.py:name``.
 
     Args:
-        op: names a callable; ``name()`` is the result of calling it.
+        op: a callable; with ``name()`` it is called, and its result is tested.
         interface: name of its interface; None: by its parameters.
-        changes: fields of `Capabilities` instead of the declared ones.
+        changes: fields of `Capabilities` that replace the declared ones.
 
     Raises:
         CapabilityError: it cannot be imported, or as `Subject.of`.
-        UserError: the same, of a module that fails.
+        UserError: the module raises on import, or lacks the name.
     """
     try:
         from graphs.cli.target import load_target

@@ -45,4 +45,4 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType({
     "paged_attention": Capabilities(_OP, **_SIZES),
     "paged_attention_": Capabilities(OpWrite.features - {"int64_tables"}, **_SIZES),
 })  # fmt: skip
-"""Claims by name; the op's kernels claim what its reference does."""
+"""Claims by name. Kernels of the op support what its reference supports."""

@@ -1,4 +1,4 @@
-"""Captures a call, so that it can be replayed with other numbers in the same buffers."""
+"""Captures a call, to replay it with other values in the same buffers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["same_buffers"]
 def same_buffers(
     trial: Trial, call: Call, backend: Backend | None = None
 ) -> tuple[Callable[[], Any], str]:
-    """Returns a function that replays a call, and why it is not captured, if it is not.
+    """Returns a function that replays a call, and a note if it could not be captured, else "".
 
-    By default a CUDA graph of the op as it is, or on other devices one full graph traced by Dynamo,
-    which then runs op by op: stale constants show, and no compiler is needed.
+    Captures a CUDA graph of the eager op; on other devices a full graph with Dynamo that runs
+    eagerly, which shows stale constants without a compiler.
     """
 
     def again(_: Tensor) -> Any:
@@ -41,5 +41,5 @@ def same_buffers(
         graph = capture(again, (query,), backend=backend, name="op", **how)
     except CaptureError as error:
         reason = clipped(str(error), 160)
-        return lambda: again(query), f"not captured, called twice in the same buffers: {reason}"
+        return lambda: again(query), f"called twice, as it cannot be captured: {reason}"
     return lambda: graph.run(query), ""

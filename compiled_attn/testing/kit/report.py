@@ -1,4 +1,4 @@
-"""What the kit found: a table of features as text, JSON and HTML."""
+"""The report of the kit: a table of features as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphs.errors import clipped
 __all__ = ["PLAIN", "Report", "Row"]
 
 PLAIN = "plain"
-"""The row of cases that need no claim."""
+"""Name of the row of cases that every kernel must pass."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Row:
 
     Attributes:
         feature: a name in `compiled_attn.testing.FEATURES`, or "plain".
-        status: the worst of its cases.
-        passed, cases: how many cases passed, of how many that ran.
-        error, allowed: of the case that came nearest to its tolerance.
-        note: first message of its cases.
+        status: "failed" if a case failed.
+        passed, cases: number of cases that passed, and that ran.
+        error, allowed: maximum error and tolerance of the case closest to its tolerance.
+        note: names of failed cases, else the first message of a case.
     """
 
     feature: str
@@ -50,9 +50,9 @@ class Report:
     """Results of all cases; prints as a table.
 
     Attributes:
-        subject: what was tested.
-        seed: of all steps.
-        results: one for each case.
+        subject: the op under test.
+        seed: seed of all inputs.
+        results: result of each case.
     """
 
     subject: Subject
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def failed(self) -> tuple[Result, ...]:
-        """Cases that failed, the first one shrunk."""
+        """Failed cases; the first one is shrunk."""
         return tuple(each for each in self.results if each.status == "failed")
 
     @property
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def rows(self) -> list[Row]:
-        """The feature table. A case that needs several features is in the row of the last one."""
+        """The table. A case that needs several features counts for the last one in `FEATURES`."""
         found = []
         for feature in (PLAIN, *FEATURES):
             mine = [each for each in self.results if _feature(each) == feature]
@@ -89,7 +89,7 @@ class Report:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values for JSON."""
+        """Returns the report as JSON values."""
         claims = self.subject.claims
         return {
             "op": self.subject.name, "source": self.subject.source,
@@ -158,8 +158,8 @@ class Report:
         return [
             f"{self.subject.name}: interface {self.subject.interface.name}, seed {self.seed}",
             f"claims: {sizes}, on {claims.device}",
-            f"tolerance: {MULTIPLE:g} times the error of plain torch in the op's dtype, one "
-            f"rounding of the result and {ROUNDINGS} of the accumulator",
+            f"tolerance: {MULTIPLE:g} times the error of plain torch in the op's dtype, plus one "
+            f"rounding of the output and {ROUNDINGS} of the accumulator",
             ", ".join(f"{name} {value}" for name, value in used.items()),
         ]
 
@@ -173,7 +173,7 @@ _STYLE = (
 
 
 def versions(device: str) -> Mapping[str, str]:
-    """Returns versions and machine."""
+    """Returns the versions of torch, Python and this package, and the machine."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
     return {
         "torch": torch.__version__, "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What became of a case."""
+"""The result of a case."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Status = Literal["passed", "failed", "not claimed"]
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case.
+    """Result of one case.
 
     Attributes:
         case: the case.
         status: passed, failed or not claimed.
         message: why it failed or was skipped, or a note.
-        measured: largest error and its tolerance; both 0 where bits are compared.
-        steps: how many ran.
-        seconds: how long they took.
-        step: on which it failed; of the first case that failed, the smallest one.
+        measured: maximum error and its tolerance; both 0 where bits are compared.
+        steps: number of steps that ran.
+        seconds: time that they took.
+        step: step that failed, shrunk if the case is the first that failed.
     """
 
     case: Case
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """A failure in a few lines."""
+        """Describes a failure in a few lines."""
         return (
             f"{self.case.name}: a kernel must guarantee that {self.case.guarantee}\n"
             f"  {self.message}\n  step: {self.step}"

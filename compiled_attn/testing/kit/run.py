@@ -28,17 +28,17 @@ def check(
     seed: int = 0,
     cases: Collection[str] | None = None,
 ) -> Report:
-    """Tests a paged attention op on all that it claims.
+    """Tests every feature that a paged attention op claims.
 
-    An op that raises, or returns the wrong shape, fails the case; the run goes on.
+    An op that raises, or returns the wrong shape, fails that case only.
 
     Args:
         op: a callable with one of the known signatures.
-        capabilities: what it claims, or a dict of the arguments of `Capabilities`; None: its
-            attribute ``capabilities``, or ``CAPABILITIES`` of its module.
-        interface: a name in `INTERFACES`, or an `Interface` class; None: by the parameters.
-        seed: of all steps.
-        cases: parts of the names of cases; None: all.
+        capabilities: its claims, as `Capabilities` or a dict of its arguments; None: attribute
+            ``capabilities`` of the op, or ``CAPABILITIES`` of its module.
+        interface: a name in `INTERFACES`, or an `Interface` class; None: by parameter names.
+        seed: seed of all inputs.
+        cases: substrings of the names of cases to run; None: all.
 
     Returns:
         a report; ``report.ok`` says whether all cases passed, ``print(report)`` shows the table,
@@ -59,15 +59,15 @@ def select(parts: Collection[str] | None) -> list[Case]:
     for part in parts or ():
         if not any(part in each.name for each in CASES):
             known = ", ".join(each.name for each in CASES)
-            raise CapabilityError(f"no case has {quoted(part)} in its name; there are {known}")
+            raise CapabilityError(f"no case has {quoted(part)} in its name: choose from {known}")
     return [each for each in CASES if not parts or any(part in each.name for part in parts)]
 
 
 def run_cases(subject: Subject, seed: int = 0, cases: Collection[Case] = tuple(CASES)) -> Report:
-    """Runs cases; the first that fails is shrunk.
+    """Runs cases, and shrinks the first that fails.
 
-    If the op lets NaN through, that is the failure of the cases about it alone: the steps of later
-    ones have finite numbers in its place.
+    If the op lets NaN through, only the cases about NaN fail for it: later ones have finite numbers
+    in memory that belongs to no request.
     """
     results: list[Result] = []
     for case in cases:
@@ -86,7 +86,7 @@ def run_case(
     may_shrink: bool = True,
     is_finite: bool = False,
 ) -> Result:
-    """Runs one case for all sizes that are claimed, up to the first failure.
+    """Runs one case for the claimed sizes, up to the first failure.
 
     ``is_finite``: memory that belongs to no request holds no NaN or inf.
     """
@@ -97,7 +97,7 @@ def run_case(
     for step in steps_of(subject, case, seed):
         count += 1
         if is_finite and step.is_poisoned:
-            step = step.but(unowned=JUNK)
+            step = step.replace(unowned=JUNK)
         try:
             measured = measured.or_worse(case.check(subject.trial, step))
         except Mismatch as error:
@@ -115,7 +115,7 @@ def run_case(
 
 
 def steps_of(subject: Subject, case: Case, seed: int = 0) -> Iterator[Step]:
-    """Yields the steps of a case, those that the interface cannot express left out."""
+    """Yields the steps of a case that the interface can express."""
     claims, interface = subject.claims, subject.interface
     # The largest group goes with the first dtype, mostly the most exact one.
     axes = claims.dtypes, claims.head_dims, claims.block_sizes, sorted(claims.groups)[::-1]
@@ -132,6 +132,6 @@ def steps_of(subject: Subject, case: Case, seed: int = 0) -> Iterator[Step]:
             append=interface.appends == "always",
         )  # fmt: skip
         for step in case.steps(Plan(claims, interface, base)):
-            step = step.but(seed=next(numbers))
+            step = step.replace(seed=next(numbers))
             if not interface.why_not(step):
                 yield step

@@ -1,4 +1,4 @@
-"""Tensors of a step, with the expressions that make them again in a script."""
+"""Tensors of a step, as expressions that a script can print and run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Expression", "Scene"]
 
 @dataclass(frozen=True)
 class Expression:
-    """A call of a function of `compiled_attn.testing.kit.tensors`, which prints as Python.
+    """A call of a function in `compiled_attn.testing.kit.tensors`, which prints as Python.
 
     Attributes:
-        function: makes the tensor on the CPU.
-        arguments: its arguments, among them other expressions.
-        wide: axis along which the tensor is a part of a larger one, or None.
+        function: returns the tensor on the CPU.
+        arguments: its arguments, which may be expressions.
+        wide: axis along which the tensor is a view of a larger one, or None.
     """
 
     function: Callable[..., torch.Tensor]
@@ -48,22 +48,27 @@ class Expression:
 
 
 class Scene:
-    """The fields of a step, independent of interfaces; an interface makes its arguments of them.
+    """The tensors of a step, from which `Interface.arguments` builds the arguments of a call.
 
     Args:
         step: sizes and features.
-        uniform_rows: whether padded requests have as many query rows as the others; else none.
+        uniform_rows: whether padded requests have as many query rows as the others, not 0.
 
     Attributes:
-        fields: by name, expressions or plain values. T query rows, R requests:
-            query ``[T, H, D]``; key, value ``[T, Hk, D]`` of the query rows; key_cache, value_cache
-            ``[num_blocks, block_size, Hk, D]``; key_scale, value_scale ``[num_blocks, block_size,
-            Hk]`` or None, k_scale, v_scale: one for all; block_table ``[R, W]``; seq_lens ``[R]``;
-            starts ``[R + 1]`` first rows; slots ``[T]``; slopes, sinks ``[H]``; cos, sin
-            ``[capacity, rotary / 2]``; projection ``[H, value_dim, value_dim]`` of latents;
-            and numbers.
+        fields: expressions or plain values by name; T query rows, R requests:
+
+            - query ``[T, H, D]``; key, value ``[T, Hk, D]`` of the same tokens
+            - key_cache, value_cache ``[num_blocks, block_size, Hk, D]``
+            - key_scale, value_scale ``[num_blocks, block_size, Hk]`` or None; k_scale, v_scale: one
+              number for a whole cache
+            - block_table ``[R, W]``; seq_lens ``[R]``, new tokens included; starts ``[R + 1]``, as
+              query_start_loc; slots ``[T]``, as slot_mapping; counts: query rows per request
+            - slopes, sinks ``[H]``; cos, sin ``[capacity, rotary / 2]``; projection
+              ``[H, value_dim, value_dim]`` of MLA
+            - scale, causal, window, softcap, append, lse, block_size, capacity (``W *
+              block_size``), cache_dtype (name of a quantised dtype or None), latent, strided
         real: query rows that belong to a request.
-        owned: for each request the (block, slot) pairs of its keys.
+        owned: (block, offset) pairs of the keys of each request.
     """
 
     def __init__(self, step: Step, uniform_rows: bool = False) -> None:
@@ -80,7 +85,7 @@ class Scene:
         self.fields = self._fields()
 
     def make(self, device: str = "cpu") -> SimpleNamespace:
-        """Returns new tensors and the plain values by name."""
+        """Returns new tensors and the plain values as attributes."""
         return SimpleNamespace(
             **{
                 name: value.make(device) if isinstance(value, Expression) else value
@@ -94,7 +99,7 @@ class Scene:
         return range(start, start + self.sizes[request][0])
 
     def _tables(self) -> tuple[list[list[int]], int]:
-        """Block ids in any order, the largest one in use; unused entries are stale ids."""
+        """Returns shuffled block tables, with the largest id and stale entries, and num_blocks."""
         s, rng = self.step, random.Random(self.step.seed)
         num_blocks = 3 + len(self.sizes) * s.width
         free = rng.sample(range(1, num_blocks), num_blocks - 1)
@@ -107,7 +112,7 @@ class Scene:
             table = [*prefix] if fits else []
             table += [free.pop() for _ in range(s.blocks_of(keys) - len(table))]
             tables.append(table)
-        for table in tables:  # one of a block that nobody owns, the rest of any
+        for table in tables:  # unused entries: first a free block, then any
             if len(table) < s.width:
                 table.append(rng.choice(free or [0]))
             table += rng.choices(range(num_blocks), k=s.width - len(table))
@@ -116,12 +121,12 @@ class Scene:
     def _fields(self) -> dict[str, Any]:
         s, tokens = self.step, self.tokens
         value_dim = s.value_dim or s.head_dim
-        random_slots = [0] * tokens
+        slots_of_rows = [0] * tokens
         for request, (rows, keys) in enumerate(self.sizes):
             for row, position in zip(self.rows_of(request), range(keys - rows, keys), strict=True):
                 if position >= 0:
                     block, slot = self.owned[request][position]
-                    random_slots[row] = block * s.block_size + slot
+                    slots_of_rows[row] = block * s.block_size + slot
         starts = [0]
         for rows, _ in self.sizes:
             starts.append(starts[-1] + rows)
@@ -141,7 +146,7 @@ class Scene:
             "block_table": Expression(ints, (self.tables, s.index), self._wide(1)),
             "seq_lens": Expression(ints, ([keys for _, keys in self.sizes], s.index)),
             "starts": Expression(ints, (starts, torch.int32)),
-            "slots": Expression(ints, (random_slots, torch.int64)),
+            "slots": Expression(ints, (slots_of_rows, torch.int64)),
             "slopes": Expression(uniform, (self._seed(8), (s.heads,), 0.05, 0.8)) if s.alibi else
             None,
             "sinks": Expression(uniform, (self._seed(9), (s.heads,), -1.0, 3.0)) if s.sinks else
@@ -164,7 +169,7 @@ class Scene:
         return axis if self.step.strided else None
 
     def _rows(self, which: int, heads: int, dim: int, spread: float = 1.0) -> Expression:
-        """Query rows, those of padding poisoned."""
+        """Query rows; padding rows are NaN."""
         s = self.step
         real = len(self.real)
         rows: tuple[Any, ...] = (self._seed(which), (real, heads, dim), s.dtype, spread)
@@ -173,7 +178,7 @@ class Scene:
         return Expression(padded, (Expression(normal, rows), self.tokens), self._wide(1))
 
     def _cache(self, which: int, dim: int, spread: float) -> Expression:
-        """Owned slots are random; with ``append`` those that the call writes are not owned yet."""
+        """A cache whose used slots are random; with ``append`` the call's new slots are unused."""
         s = self.step
         dtype = QUANTISED[s.cache] if s.cache else s.dtype
         owned = self._held()
@@ -194,7 +199,7 @@ class Scene:
         return Expression(filled, (shape, s.unowned, at, rows), 1 if s.gaps else self._wide(2))
 
     def _held(self) -> list[tuple[int, int]]:
-        """Slots that hold a token before the call."""
+        """Returns the slots that hold a token before the call."""
         held: dict[tuple[int, int], None] = {}
         for slots, (rows, _) in zip(self.owned, self.sizes, strict=True):
             held.update(dict.fromkeys(slots[: len(slots) - rows * self.step.append]))

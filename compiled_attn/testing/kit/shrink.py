@@ -1,4 +1,4 @@
-"""Makes a failing step smaller, as long as the same case fails."""
+"""Shrinks a failing step as long as the same case fails."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SECONDS = 20.0
 
 
 def shrink(subject: Subject, case: Case, step: Step, message: str) -> tuple[Step, str]:
-    """Returns the smallest step found on which the case fails, and what it says there.
+    """Returns the smallest step found on which the case fails, and its message.
 
-    Sizes stay among those that are claimed.
+    Uses claimed sizes only.
     """
     until = time.monotonic() + _SECONDS
     progress = True
@@ -44,11 +44,11 @@ def _kind(message: str) -> str:
 
 
 def _smaller(subject: Subject, step: Step) -> Iterator[Step]:
-    """Smaller steps, the boldest first."""
+    """Yields smaller steps, the largest reductions first."""
     requests = step.requests
     for at in range(len(requests)):
         if len(requests) > 1:
-            yield step.but(requests=requests[:at] + requests[at + 1 :])
+            yield step.replace(requests=requests[:at] + requests[at + 1 :])
     plain = Step(())
     for name in ("alibi", "sinks", "softcap", "window", "strided", "gaps", "cache", "shared",
                  "padding", "padded_requests", "lse", "rotary", "scale", "spread", "latent",
@@ -56,36 +56,36 @@ def _smaller(subject: Subject, step: Step) -> Iterator[Step]:
         if getattr(step, name) != getattr(plain, name) and not (
             name == "value_dim" and step.latent
         ):
-            yield step.but(**{name: getattr(plain, name)})
+            yield step.replace(**{name: getattr(plain, name)})
     if step.append and subject.interface.appends == "optional" and not step.rotary:
-        yield step.but(append=False)
+        yield step.replace(append=False)
     if step.is_poisoned:
-        yield step.but(unowned=JUNK)
+        yield step.replace(unowned=JUNK)
     claims, group = subject.claims, step.heads // step.kv_heads
     if step.kv_heads > 1:
-        yield step.but(kv_heads=1, heads=group)
+        yield step.replace(kv_heads=1, heads=group)
     for fewer in sorted(claims.groups):
         if fewer < group:
-            yield step.but(heads=step.kv_heads * fewer)
+            yield step.replace(heads=step.kv_heads * fewer)
     for name, sizes in (("head_dim", claims.head_dims), ("block_size", claims.block_sizes)):
         for size in sorted(sizes):
             if size < getattr(step, name):
-                yield step.but(**{name: size})
+                yield step.replace(**{name: size})
     if step.dtype != claims.dtypes[0]:
-        yield step.but(dtype=claims.dtypes[0])
+        yield step.replace(dtype=claims.dtypes[0])
     yield from _shorter(step, subject.interface.rows == "equal")
     if step.window is not None and step.window > 1:
-        yield step.but(window=step.window // 2)
-        yield step.but(window=step.window - 1)
+        yield step.replace(window=step.window // 2)
+        yield step.replace(window=step.window - 1)
     if step.seed:
-        yield step.but(seed=0)
+        yield step.replace(seed=0)
 
 
 def _shorter(step: Step, equal: bool) -> Iterator[Step]:
-    """Fewer keys and query rows."""
+    """Yields steps with fewer keys or query rows."""
     requests = step.requests
     if equal and requests[0][0] > 1:
-        yield step.but(requests=tuple((rows - 1, max(keys - 1, 0)) for rows, keys in requests))
+        yield step.replace(requests=tuple((rows - 1, max(keys - 1, 0)) for rows, keys in requests))
     for at, (rows, keys) in enumerate(requests):
         smaller = [(rows, keys // 2), (rows, keys - step.block_size), (rows, keys - 1)]
         if not equal:
@@ -93,4 +93,4 @@ def _shorter(step: Step, equal: bool) -> Iterator[Step]:
         for few, left in smaller:
             fits = 0 < few <= rows and 0 < left <= keys and few <= left
             if fits and (few, left) != (rows, keys):
-                yield step.but(requests=(*requests[:at], (few, left), *requests[at + 1 :]))
+                yield step.replace(requests=(*requests[:at], (few, left), *requests[at + 1 :]))

@@ -1,4 +1,4 @@
-"""A step that the kit tests: sizes and features, from which `Scene` makes tensors."""
+"""One call that the kit tests: sizes and features, from which `Scene` builds tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 __all__ = ["JUNK", "QUANTISED", "Step"]
 
 JUNK = 40.0
-"""What is in slots that belong to nobody, unless they are poisoned: far from all real values."""
+"""Value of unowned slots that are not poisoned, far from all real values."""
 
 QUANTISED = {
     "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
-"""Element types of quantised caches by the name of their feature."""
+"""Element dtypes of quantised caches, by feature."""
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,27 @@ class Step:
 
     Attributes:
         requests: query rows and keys of each request; the keys include those of the query rows.
-        shared: leading blocks that all requests share whose earlier tokens fill them.
+        shared: leading blocks shared by all requests that are long enough.
         heads, kv_heads, head_dim, block_size: sizes.
-        value_dim: elements of a value; None: as of a key.
-        latent: values are the first ``value_dim`` elements of the keys, in the same memory.
-        dtype: of queries, and of the caches unless they are quantised.
+        value_dim: head size of values; None: ``head_dim``.
+        latent: values are the first ``value_dim`` elements of the keys (MLA).
+        dtype: dtype of queries, and of the caches unless they are quantised.
         cache: a name in `QUANTISED`, or None.
         causal, window, softcap: as in `compiled_attn.ops.reference.paged_attention`.
         alibi, sinks: whether heads have slopes and sinks.
-        scale: factor of the scores; None: ``head_dim ** -0.5``.
-        append: the call writes keys and values of the query rows.
-        lse: the log-sum-exp is compared too.
-        rotary: elements of a head that are rotated; 0: none.
+        scale: softmax scale; None: ``head_dim ** -0.5``.
+        append: whether the call writes keys and values of the query rows.
+        lse: whether the log-sum-exp is compared too.
+        rotary: rotary dimension; 0: no rotary embedding.
         index: dtype of block tables and lengths.
         strided: queries, caches and tables are views of larger tensors.
-        gaps: so are the blocks: keys and values may be the halves of a larger one.
-        padding: query rows of no request.
-        padded_requests: rows of the batch that are no request.
-        unowned: what is in memory that belongs to no request.
-        spread: standard deviation of queries; 1 elsewhere.
-        room: blocks in a row of the table; None: one more than the longest request needs.
-        seed: of all random numbers.
+        gaps: the same for blocks: keys and values may be the halves of a larger one.
+        padding: padding rows of the queries.
+        padded_requests: padding rows of the batch.
+        unowned: value of cache slots that belong to no request.
+        spread: standard deviation of queries; that of keys and values is 1.
+        room: columns of the block table; None: one more than the longest request needs.
+        seed: seed of all random numbers.
     """
 
     requests: tuple[tuple[int, int], ...]
@@ -78,8 +78,8 @@ class Step:
     room: int | None = None
     seed: int = 0
 
-    def but(self, **changes: Any) -> Step:
-        """Returns the step with other fields."""
+    def replace(self, **changes: Any) -> Step:
+        """Returns a copy with some fields replaced."""
         return replace(self, **changes)
 
     @property
@@ -88,7 +88,7 @@ class Step:
         return not math.isfinite(self.unowned)
 
     def blocks_of(self, keys: int) -> int:
-        """Number of blocks of so many keys."""
+        """Returns the number of blocks that ``keys`` keys need."""
         return -(-keys // self.block_size)
 
     @property
@@ -103,7 +103,7 @@ class Step:
         return self.width * self.block_size
 
     def changed(self) -> Step:
-        """Returns another step for the same buffers: other lengths, blocks and numbers.
+        """Returns another step with the same shapes: other lengths, blocks and values.
 
         Requests keep their places, so that shapes stay; the longest becomes the shortest, and the
         new longest one has a block more than any had. Row counts move to other requests unless all
@@ -117,10 +117,10 @@ class Step:
         requests = tuple(
             (rows, min(self.capacity, past[at] + rows + size)) for at, rows in enumerate(counts)
         )
-        return self.but(requests=requests, seed=self.seed + 1, shared=0, room=self.width)
+        return self.replace(requests=requests, seed=self.seed + 1, shared=0, room=self.width)
 
     def __str__(self) -> str:
-        """All that differs from a plain step, in one line."""
+        """Returns the fields that differ from their defaults, in one line."""
         shown = [f"requests (rows, keys) {' '.join(map(_pair, self.requests))}"]
         for each in fields(self)[1:]:
             value = getattr(self, each.name)

@@ -1,4 +1,4 @@
-"""Finds out what is tested: the callable, its interface and its claims."""
+"""The op under test: a callable, its interface and its claims."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Subject"]
 
 @dataclass(frozen=True)
 class Subject:
-    """An op, its interface, and what it claims.
+    """An op under test, its interface and its claims.
 
     Attributes:
-        name: of the op, as a user would find it.
-        source: ``module:name`` or ``file.py:name`` that a script can import, or None.
+        name: qualified name of the op.
+        source: ``module:name`` or ``file.py:name`` to import it in a script, or None.
     """
 
     op: Callable[..., Any]
@@ -49,17 +49,17 @@ class Subject:
 
         Args:
             op: the callable.
-            capabilities: what it claims; None: its attribute ``capabilities``, or ``CAPABILITIES``
-                of its module.
+            capabilities: its claims; None: attribute ``capabilities``, or ``CAPABILITIES`` of its
+                module.
             interface: a class, or a name in `INTERFACES`; None: by its parameters.
-            source: how a script can import it.
-            changes: fields of `Capabilities` instead of the declared ones; then none need be
-                declared.
-            module: whose ``CAPABILITIES`` count; None: that which defines the op.
+            source: ``module:name`` or ``file.py:name`` to import it in a script.
+            changes: fields of `Capabilities` that replace the declared ones; with these, nothing
+                needs to be declared.
+            module: module with ``CAPABILITIES``; None: the one that defines the op.
 
         Raises:
             CapabilityError: it is not callable, has no known signature, declares nothing, claims
-                what the interface cannot express, or its device is not there.
+                what the interface cannot express, or its device is not available.
         """
         named = getattr(op, "__qualname__", None) or getattr(op, "__name__", None)
         name = str(named or type(op).__name__)
@@ -88,7 +88,7 @@ class Subject:
 
     @property
     def trial(self) -> Trial:
-        """The op as it is called."""
+        """Calls the op."""
         return Trial(self.op, self.interface, self.claims.device)
 
     def _check_signature(self, parameters: list[str] | None) -> None:
@@ -160,5 +160,5 @@ def _check_device(device: str) -> None:
     except Exception as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CapabilityError(
-            f"device {quoted(device)} is not there: {line}: choose another (--device cpu)"
+            f"device {quoted(device)} is not available: {line}: choose another (--device cpu)"
         ) from error

@@ -1,6 +1,6 @@
-"""Functions that make the tensors of a scene; a script of a failing case contains those it calls.
+"""Functions that create the tensors of a step.
 
-So each uses torch and nothing else of this project.
+The script of a failing case contains their source, so they use torch only.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["bits", "filled", "ints", "normal", "padded", "tensors_in", "uniform"
 
 
 def normal(seed: int, shape: Sequence[int], dtype: torch.dtype, spread: float = 1.0) -> Tensor:
-    """Returns random numbers, the same on all machines."""
+    """Returns normal random numbers, equal on all machines."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * spread).to(dtype)
 
 
 def uniform(seed: int, shape: Sequence[int], least: float, most: float) -> Tensor:
-    """Returns random float32 between two numbers."""
+    """Returns uniform random float32 numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(*shape, generator=generator) * (most - least) + least
 
 
 def ints(values: Any, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of nested lists."""
+    """Returns nested lists as a tensor."""
     return torch.tensor(values, dtype=dtype)
 
 
 def filled(shape: Sequence[int], rest: float, at: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
-    """Returns a tensor whose rows ``at`` (blocks, slots) are given, and all others ``rest``."""
+    """Returns a tensor with ``rows`` at ``at`` (blocks, offsets), and ``rest`` elsewhere."""
     if rows.dtype == torch.int8:
         rest = min(max(rest, -127.0), 127.0) if rest == rest else 127.0
     tensor = torch.full(shape, rest).to(rows.dtype)
@@ -42,13 +42,13 @@ def filled(shape: Sequence[int], rest: float, at: Sequence[Sequence[int]], rows:
 
 
 def padded(rows: Tensor, total: int) -> Tensor:
-    """Returns rows with NaN below them."""
+    """Returns rows, padded with NaN to ``total`` rows."""
     rest = torch.full((total - len(rows), *rows.shape[1:]), float("nan"), dtype=rows.dtype)
     return torch.cat([rows, rest])
 
 
 def widened(tensor: Tensor, axis: int) -> Tensor:
-    """Returns an equal view of a tensor that is larger by one along an axis."""
+    """Returns an equal view into a tensor that is larger by one along an axis."""
     shape = list(tensor.shape)
     shape[axis] += 1
     wide = torch.zeros(shape, dtype=torch.float32, device=tensor.device).to(tensor.dtype)
@@ -71,7 +71,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def bits(*values: Any) -> list[Tensor]:
-    """Returns copies of all memory that tensors are in, views' neighbours included, as bytes."""
+    """Returns copies of the whole storages of tensors, as bytes."""
     storages = {}
     for each in tensors_in(values):
         storages[each.untyped_storage().data_ptr()] = each

@@ -13,7 +13,7 @@ from compiled_attn.testing.kit.subject import Subject
 
 @pytest.fixture(scope="session")
 def paged_attention_subject(request: pytest.FixtureRequest) -> Subject:
-    """The op of the command line."""
+    """The op of ``--paged-attention``."""
     subject: Subject | None = request.config.stash.get(SUBJECT, None)
     if subject is None:
         pytest.fail("name the op: --paged-attention module:op", pytrace=False)
@@ -22,7 +22,7 @@ def paged_attention_subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_paged_attention(paged_attention_subject: Subject, case: Case) -> None:
-    """One guarantee."""
+    """Runs one case."""
     result = run_case(paged_attention_subject, case)
     if result.status == "not claimed":
         pytest.skip(result.message)

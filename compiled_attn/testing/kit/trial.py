@@ -1,4 +1,4 @@
-"""Calls an op on the tensors of a step, and compares what it returns and writes."""
+"""Calls an op on the tensors of a step, and compares its results with the reference."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ __all__ = [
 ]
 
 MULTIPLE = 2.0
-"""How many times the error of plain torch in the op's dtype is allowed."""
+"""Allowed error, as a multiple of the error of plain torch in the op's dtype."""
 
 ROUNDINGS = 64
-"""Roundings of the accumulator that are allowed besides."""
+"""Allowed error in addition: roundings of the accumulator."""
 
 
 class Mismatch(Exception):
-    """An op does not do what its interface says; the message is one line."""
+    """The op returned or wrote something wrong; the message is one line."""
 
 
 class Measured(NamedTuple):
-    """Error and tolerance of a case: the largest absolute ones; and what a reader should know."""
+    """Maximum absolute error of a case, its tolerance, and a note for the report."""
 
     error: float = 0.0
     allowed: float = 0.0
     note: str = ""
 
     def or_worse(self, other: Measured) -> Measured:
-        """Returns the one whose error is the larger part of its tolerance."""
+        """Returns the one whose error is closer to its tolerance."""
         mine, theirs = (x.error / x.allowed if x.allowed else 0.0 for x in (self, other))
         worse = other if theirs > mine or not self.allowed else self
         return worse._replace(note=self.note or other.note)
 
 
 def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype) -> float:
-    """Returns the largest allowed error of float64 results ``want``.
+    """Returns the maximum allowed error of float64 results ``want``.
 
-    ``2 * max|low - want|``, where ``low`` is what plain torch computes in the op's dtype, as in
+    ``2 * max|low - want|``, where plain torch computes ``low`` in the op's dtype, as in
     FlashAttention's tests, plus a rounding of the result to that dtype and `ROUNDINGS` of the
     float32 accumulator (float64 for float64).
     """
@@ -72,7 +72,7 @@ def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype) -> float:
 
 
 def difference(got: Tensor, want: Tensor, allowed: float, what: str) -> str | None:
-    """Returns where the results of rows ``[n, H, ..]`` differ most, or None."""
+    """Describes where rows ``[n, H, ..]`` differ most, or returns None."""
     got = got.double().cpu()
     unlike = (got.isneginf() != want.isneginf()) | got.isnan() | got.isposinf()
     error = torch.where(unlike, math.inf, (got - want).nan_to_num(0.0).abs())
@@ -92,7 +92,7 @@ def difference(got: Tensor, want: Tensor, allowed: float, what: str) -> str | No
 
 
 def restore(saved: list[Tensor], *values: Any) -> None:
-    """Puts back the memory that `bits` copied."""
+    """Restores the memory that `bits` copied."""
     storages = {each.untyped_storage().data_ptr(): each for each in tensors_in(values)}
     for each, old in zip(storages.values(), saved, strict=True):
         memory = torch.empty(0, dtype=torch.uint8, device=each.device)
@@ -100,7 +100,7 @@ def restore(saved: list[Tensor], *values: Any) -> None:
 
 
 class Call(NamedTuple):
-    """A step as a call: its scene, the fields it was made of, and the arguments."""
+    """The call of a step: its scene, tensors and arguments."""
 
     scene: Scene
     fields: SimpleNamespace
@@ -119,7 +119,7 @@ class Trial(NamedTuple):
     Attributes:
         op: the callable.
         interface: its signature.
-        device: of all tensors.
+        device: device of all tensors.
     """
 
     op: Callable[..., Any]
@@ -129,7 +129,7 @@ class Trial(NamedTuple):
     def call(
         self, step: Step, change: Callable[[Scene, SimpleNamespace], None] | None = None
     ) -> Call:
-        """Returns the call of a step; ``change`` may write to its fields first."""
+        """Returns the call of a step; ``change`` may modify its tensors first."""
         scene = Scene(step, self.interface.rows != "any")
         fields = scene.make(self.device)
         if change is not None:
@@ -143,10 +143,10 @@ class Trial(NamedTuple):
     def expected(self, call: Call, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Any]:
         """Returns out ``[T, H, Dv]`` and lse ``[T, H]`` or None of the reference.
 
-        It writes new tokens to the caches, as the op should.
+        Writes new tokens to the caches, as the op should.
         """
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # faster for sizes this small, above all on a busy machine
+        torch.set_num_threads(1)  # faster for sizes this small
         try:
             returned = self.interface.reference(*call.args, **call.kwargs, dtype=dtype)
         finally:
@@ -158,19 +158,19 @@ class Trial(NamedTuple):
 
         Raises:
             Mismatch: it raised, or returned tensors of another shape, dtype or device.
-            CapabilityError: a package that it needs is not installed.
+            CapabilityError: the op raised an ImportError.
         """
         try:
             with torch.no_grad():
                 returned = self.op(*call.args, **call.kwargs)
         except ImportError as error:  # no case could pass
-            raise CapabilityError(f"the op cannot be called here: {raised(error)}") from error
+            raise CapabilityError(f"cannot call the op: {raised(error)}") from error
         except (Exception, SystemExit) as error:  # which would end the run with its exit code
             raise Mismatch(raised(error)) from error
         return self.results(returned, call)
 
     def results(self, returned: Any, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Returns out and lse of what the op returned; raises as `run`."""
+        """Returns out and lse from the op's return value; raises as `run`."""
         step, query = call.scene.step, call.fields.query
         try:
             out, lse = self.interface.results(returned, call.args)
@@ -187,7 +187,7 @@ class Trial(NamedTuple):
         return out, lse
 
     def want(self, call: Call) -> tuple[tuple[Tensor, Any], tuple[float, float]]:
-        """Returns out and lse of the reference, and the tolerance of each; memory stays."""
+        """Returns out and lse of the reference, and their tolerances; restores the caches."""
         saved, dtype = bits(call.inputs), call.scene.step.dtype
         want, lse = self.expected(call)
         restore(saved, call.inputs)
@@ -206,7 +206,7 @@ class Trial(NamedTuple):
         """Compares results with those of `want`.
 
         Raises:
-            Mismatch: they differ, or a row of padding is not finite.
+            Mismatch: they differ, or a padding row is not finite.
         """
         rows, step = call.scene.real, call.scene.step
         out, lse = got
@@ -223,7 +223,7 @@ class Trial(NamedTuple):
 
 
 def raised(error: BaseException) -> str:
-    """Returns an exception in one line."""
+    """Formats an exception in one line."""
     text = " ".join(str(error).split()) or "no message"
     return clipped(f"{type(error).__name__}: {text}", 400)
 

@@ -1,4 +1,4 @@
-"""A sanitizer for paged KV caches: it finds who corrupted one, and when.
+"""A sanitizer for paged KV caches: finds the step and the request that corrupt one.
 
 Names are imported on first access.
 """

@@ -1,4 +1,4 @@
-"""`kv_sanitizer`: checks an engine, a cache, or foreign kernels for a while."""
+"""`kv_sanitizer`: checks an engine, a cache, or other kernels inside a context."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ def kv_sanitizer(
 ) -> contextlib.AbstractContextManager[TensorWatch]: ...
 @contextlib.contextmanager
 def kv_sanitizer(watched: Any, **sizes: Any) -> Iterator[Any]:
-    """Context in which every read and write of a paged KV cache is checked.
+    """Checks every read and write of a paged KV cache inside a context.
 
-    Each slot of each layer has a tag that says which tokens are there. The call that writes keys
-    writes tags, and the call that reads keys compares them, also inside of captured graphs, with
-    what the host knows of the requests. The null block 0 is for padding. Freed blocks become NaN.
+    Each slot of each layer has a tag: a hash of the tokens in it. The call that writes keys writes
+    tags, and the call that reads keys compares them with what the host knows of the requests, also
+    in captured graphs. Block 0 is the null block, for padding. Freed blocks are filled with NaN.
 
-    - An `Engine` before its warmup: each step is checked, and one that corrupts the cache raises
-      `CorruptCache` and is rolled back. Steps are not scheduled ahead. After the context an engine
-      that was warmed up inside serves on, unchecked, from the same graphs.
+    - An `Engine` before its warmup: a step that corrupts the cache raises `CorruptCache` and is
+      rolled back. Async scheduling is off. After the context, an engine that was warmed up inside
+      continues unchecked with the same graphs.
     - A `PagedKVCache`, for `UnifiedAttention` and own models: call ``step([StepTokens(...)])``
-      before the calls of a step, ``free(blocks)`` for freed ones, and ``check()``, as the next step
-      and the end of the context do.
-    - Tensors of each layer, for foreign kernels: also ``wrap(kernel)``, and call what it returns.
+      before the calls of a step, and ``free(blocks)`` when blocks are freed. ``check()`` raises
+      for the calls so far; the next ``step`` and the end of the context call it too.
+    - The cache tensors of each layer, for other kernels: the same, and replace each kernel by
+      ``wrap(kernel)``.
 
     Args:
-        watched: what is checked.
-        sizes: of a cache or tensors: the most requests and tokens of a step, padding included, and
-            blocks of a request (default: all); of tensors also ``block_size`` and, if axis 0 is
-            slots, ``num_blocks``.
+        watched: the engine, cache or tensors to check.
+        sizes: of a cache or tensors: ``max_requests`` and ``max_tokens`` of a step, padding
+            included, and ``max_blocks`` of a request (default: all); of tensors also
+            ``block_size`` and, if axis 0 is slots, ``num_blocks``.
 
     Raises:
-        CorruptCache: something read or wrote a wrong slot; from the step, `check`, or the end.
-        ValueError: a warm engine, one that is checked already, tensors that share memory.
+        CorruptCache: a call read or wrote a wrong slot; from the step, `check`, or the end.
+        ValueError: a warm engine, one that is already checked, or tensors that share memory.
         ConfigError: an engine of several ranks.
-        TypeError: none of these.
+        TypeError: ``watched`` is none of these.
     """
     if hasattr(watched, "executor"):
         from compiled_attn.engine.sanitized import sanitized  # needs the extra hf
@@ -86,11 +87,11 @@ def kv_sanitizer(watched: Any, **sizes: Any) -> Iterator[Any]:
         return
     if watched.shadow is not None:
         raise ValueError(
-            "expected a cache that nothing checks, got one in a sanitizer: leave one of them out"
+            "expected a cache without a sanitizer, got one in a sanitizer: leave one of them out"
         )
     cache = CacheWatch(watched, **given)
     try:
         yield cache
         cache.check()
     finally:
-        watched.cast(None)
+        watched.set_shadow(None)

@@ -1,4 +1,4 @@
-"""The sanitizer of a cache whose steps the caller names: ours, or tensors with foreign kernels."""
+"""The sanitizer of a cache whose caller describes each step: `PagedKVCache`, or own tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _LENGTHS = ("seq_lens", "cache_seqlens", "context_lens", "seqused_k", "cache_len
 
 
 class CacheWatch:
-    """Checks the calls over a `PagedKVCache`; the caller says what each step computes.
+    """Checks the calls over a `PagedKVCache`; the caller describes each step.
 
     Args:
-        cache: without a shadow.
-        max_requests, max_tokens: of a step at most, padding included.
-        max_blocks: of a request at most.
+        cache: a cache without a shadow.
+        max_requests, max_tokens: maximum per step, padding included.
+        max_blocks: maximum blocks of a request; None: all blocks.
     """
 
     def __init__(
@@ -46,31 +46,39 @@ class CacheWatch:
         shadow = SlotShadow(
             cache.num_layers, cache.block_size, max_requests, max_tokens, width, device
         )
-        cache.cast(shadow)
+        cache.set_shadow(shadow)
         named = dict(cache.named_buffers(recurse=False))
         tags = [each for name, each in named.items() if name.startswith("tag_")]
-        kept = [each for name, each in named.items() if not name.startswith("tag_")]
-        self._begin(shadow, tags, kept, cache.num_blocks)
+        buffers = [each for name, each in named.items() if not name.startswith("tag_")]
+        self._set_up(shadow, tags, buffers, cache.num_blocks)
 
-    def _begin(
+    def _set_up(
         self,
         shadow: SlotShadow,
         tags: list[Tensor],
-        kept: list[Tensor],
+        buffers: list[Tensor],
         num_blocks: int,
         calls: int = 1,
     ) -> None:
-        self._shadow, self._tags, self._kept, self._num_blocks = shadow, tags, kept, num_blocks
+        self._shadow, self._tags, self._buffers, self._num_blocks = (
+            shadow,
+            tags,
+            buffers,
+            num_blocks,
+        )
         self._free = np.ones(num_blocks, np.bool_)
         self._ledger = Ledger(
             shadow, lambda: self._tags, num_blocks, lambda block: bool(self._free[block]), calls
         )
 
     def step(self, parts: Sequence[StepTokens]) -> None:
-        """Says what the following calls compute, in the order of their rows; checks those before.
+        """Describes the step that the following calls compute; checks the calls before.
+
+        Args:
+            parts: the requests, in the order of their rows in the batch.
 
         Raises:
-            CorruptCache: a call before read or wrote a wrong slot, or two tokens have one slot.
+            CorruptCache: an earlier call read or wrote a wrong slot, or two tokens have one slot.
             ValueError: more requests than ``max_requests``, or too few blocks.
         """
         self.check()
@@ -85,22 +93,23 @@ class CacheWatch:
             self._ledger.check()
 
     def free(self, blocks: Sequence[int] | NDArray[np.integer[Any]]) -> None:
-        """Says that blocks are free: they become NaN, and reading them an error."""
+        """Marks blocks as free: fills them with NaN, and makes reading them an error."""
         at = np.asarray(blocks, np.int64)
-        for tensor in self._kept:
+        for tensor in self._buffers:
             poison(tensor, at, self._num_blocks)
         self._ledger.freed(at, self._ledger.step)
         self._free[at] = True
 
 
 class TensorWatch(CacheWatch):
-    """Checks foreign kernels over tensors, in calls through `wrap`.
+    """Checks kernels over the caller's own tensors, in calls through `wrap`.
 
     Args:
-        layers: the cache tensors of each layer (key and value, or one of both), of which axis 0 is
-            the blocks, or the slots of all blocks.
+        layers: the cache tensors of each layer (key and value, or one tensor with both); axis 0 is
+            blocks, or the slots of all blocks.
         block_size: slots in a block.
-        num_blocks: None: axis 0 of the first tensor.
+        num_blocks: number of blocks; None: size of axis 0 of the first tensor.
+        max_requests, max_tokens, max_blocks: see `CacheWatch`.
     """
 
     def __init__(
@@ -114,9 +123,9 @@ class TensorWatch(CacheWatch):
         max_blocks: int | None,
     ) -> None:
         groups = [(each,) if isinstance(each, Tensor) else tuple(each) for each in layers]
-        kept = [tensor for group in groups for tensor in group]
-        _refuse_overlap(kept)
-        first = kept[0]
+        buffers = [tensor for group in groups for tensor in group]
+        _refuse_overlap(buffers)
+        first = buffers[0]
         count = first.shape[0] if num_blocks is None else num_blocks
         width = min(count - 1, max_blocks or count - 1)
         self._layer_of = {
@@ -128,22 +137,23 @@ class TensorWatch(CacheWatch):
         )
         shape = (count, block_size)
         tags = [torch.zeros(shape, dtype=torch.int32, device=first.device) for _ in groups]
-        self._begin(shadow, tags, kept, count, calls=2)
+        self._set_up(shadow, tags, buffers, count, calls=2)
 
     def wrap(self, op: Op, *, padding_slot: int | None = -1) -> Op:
-        """Returns a kernel that checks its arguments before it runs.
+        """Returns a function that checks the arguments of a kernel, then calls it.
 
-        Found by name: the cache (``key_cache``, ``k_cache``), where it writes (``slot_mapping``),
-        what it reads (``block_table`` and ``seq_lens``, ``cache_seqlens`` or ``context_lens``). A
-        kernel that appends ``k`` by its block table (`flash_attn_with_kvcache`) writes after
-        ``cache_seqlens``.
+        Arguments are found by name: the cache (``key_cache``, ``k_cache``, ``kv_cache``), the
+        slots that are written (``slot_mapping``, ``slots``), and what is read (``block_table`` and
+        ``seq_lens``, ``cache_seqlens`` or ``context_lens``). A kernel with ``k`` and a block table
+        (`flash_attn_with_kvcache`) appends ``k`` after ``cache_seqlens``.
 
         Args:
             op: the kernel.
-            padding_slot: the slot of tokens that the kernel skips; None: it skips none.
+            padding_slot: value of ``slot_mapping`` for tokens that the kernel skips; None: it
+                writes all tokens.
 
         Raises:
-            TypeError: the kernel has no such arguments.
+            TypeError: the kernel lacks these parameters.
         """
         signature = inspect.signature(op)
         names = [*signature.parameters]
@@ -154,7 +164,7 @@ class TensorWatch(CacheWatch):
         if cache is None or (slots is None and (table is None or lengths is None)):
             raise TypeError(
                 "expected a kernel with a key cache and either slot_mapping or a block table and "
-                f"lengths, got {', '.join(names)}: give it such names in a lambda"
+                f"lengths, got {', '.join(names)}: wrap a lambda with such parameter names"
             )
 
         @functools.wraps(op)
@@ -165,13 +175,13 @@ class TensorWatch(CacheWatch):
             layer = self._layer_of.get(values[cache].data_ptr())
             if layer is None:
                 raise ValueError(
-                    "expected a cache that the sanitizer was made for, got another one: pass all "
-                    "layers to kv_sanitizer"
+                    "expected a cache that was passed to kv_sanitizer, got another tensor: pass "
+                    "the tensors of all layers"
                 )
             where = None if slots is None else values[slots]
             rows = None if table is None else values[table]
-            held = None if lengths is None else values[lengths]
-            self._check_call(layer, where, rows, held, values.get("k"), padding_slot)
+            known = None if lengths is None else values[lengths]
+            self._check_call(layer, where, rows, known, values.get("k"), padding_slot)
             return op(*args, **kwargs)
 
         return cast(Op, checked)

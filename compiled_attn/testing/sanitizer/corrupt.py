@@ -1,4 +1,4 @@
-"""The error of the sanitizer, and what it calls each kind of corruption."""
+"""`CorruptCache`, the error of the sanitizer, and the kinds of corruption."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ KINDS = {
     "wrong_position": "a slot of the same request, but of another position",
     "wrong_owner": "a slot with the tokens of another request",
     "shared_write": "a block that several requests hold: copy it before writing",
-    "two_writers": "a slot that another token has: each token needs one of its own",
-    "stale_table": "metadata of another step: fill all inputs of a graph before each replay",
+    "two_writers": "a slot of another token: give each token a slot of its own",
+    "stale_table": "metadata of another step: update all inputs of a graph before each replay",
     "padding_write": "a write of a padded token outside of null block 0",
 }
-"""Each kind, and where that read or write went."""
+"""Kinds of corruption, and what each means."""
 
 
 class CorruptCache(RuntimeError):
@@ -24,9 +24,9 @@ class CorruptCache(RuntimeError):
 
     Attributes:
         kind: a key of `KINDS`.
-        request: the request whose step it was; None: of padding.
-        layer: the layer; None: of the whole step.
-        block, slot, position: where; None: unknown.
+        request: the request that was computed; None: padding.
+        layer: the layer; None: the whole step.
+        block, slot, position: the block, slot and token position; None: unknown.
         step: number of the step, from 1 on.
     """
 
@@ -46,11 +46,11 @@ class CorruptCache(RuntimeError):
         self.kind, self.step, self.request, self.layer = kind, step, request, layer
         self.block, self.slot, self.position = block, slot, position
         who = "padding" if request is None else f"request {request!r}"
-        places = {"layer": layer, "position": position, "block": block, "slot": slot}
-        where = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
+        location = {"layer": layer, "position": position, "block": block, "slot": slot}
+        where = ", ".join(f"{name} {at}" for name, at in location.items() if at is not None)
         super().__init__(
             f"{kind} in step {step}: {who} {did} ({where or 'all layers'})"
-            f"{history and '; '}{history}; this is {KINDS[kind]}"
+            f"{history and '; '}{history}. {kind}: {KINDS[kind]}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""What the host knows of a cache: the tokens of requests, who wrote what, and what was freed."""
+"""The host's record of a cache: tokens of requests, writers of slots, and freed blocks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.cache.slot_shadow import FINE, SlotShadow, StepTruth
+from compiled_attn.cache.slot_shadow import FINE, ExpectedStep, SlotShadow
 from compiled_attn.testing.sanitizer.corrupt import CorruptCache
 from compiled_attn.testing.sanitizer.lineage import Lineage
 
 __all__ = ["Ledger", "StepTokens", "poison"]
 
-_REMEMBERED = 512  # requests whose tokens name what is in a slot
+_REMEMBERED = 512  # requests whose tokens messages can name
 _STALE = ("token id", "position", "length", "number of new tokens", "set of visible tokens")
 
 
@@ -24,11 +24,12 @@ class StepTokens(NamedTuple):
     """What one request computes in a step.
 
     Args:
-        request: its name, unique among the requests so far.
+        request: unique id of the request.
         tokens: its token ids from position 0 on, at least ``start + count``.
-        start, count: the positions that the step computes; those before are in the cache.
-        blocks: its blocks in order of position.
-        salt: requests of equal tokens and salts may share blocks.
+        start, count: first position that the step computes, and number of positions; earlier ones
+            are in the cache.
+        blocks: its block table, in order of position.
+        salt: requests with equal tokens and salts may share blocks.
     """
 
     request: Hashable
@@ -40,12 +41,14 @@ class StepTokens(NamedTuple):
 
 
 class Ledger:
-    """Fills a shadow before each step, and explains its errors after it.
+    """Fills a shadow before each step, and raises its errors after the step.
 
     Args:
-        tags: returns the tags of each layer with buffers of its own.
-        is_free: whether a block is free now, as far as is known.
-        calls: errors of a layer, if it writes and reads in several calls.
+        shadow: the shadow of the cache.
+        tags: returns the tags of each layer that has its own buffers.
+        num_blocks: blocks of the cache, null block included.
+        is_free: returns whether a block is free now.
+        calls: error records per layer: 2 if writes and reads are separate calls.
 
     Attributes:
         step: number of the current step, which the caller counts.
@@ -113,8 +116,8 @@ class Ledger:
         )  # fmt: skip
         arrays = [np.array(each, np.int64) for each in listed]
         slots, total = self._slots, np.concatenate(sums)
-        truth = StepTruth._make([*arrays[:6], slots, total, *arrays[6:]])
-        self._shadow.fill(truth, logits)
+        expected = ExpectedStep._make([*arrays[:6], slots, total, *arrays[6:]])
+        self._shadow.fill(expected, logits)
 
     def check(self) -> None:
         """Raises CorruptCache if the step found an error."""
@@ -171,55 +174,57 @@ class Ledger:
             slot = int(self._slots[order[twice[0]]])
             self.raise_for(
                 "two_writers",
-                f"writes the slot that position {first[1]} of request {first[0].request!r} has",
-                **self._places(slot, second[1], second[0].request),
+                f"writes the slot of position {first[1]} of request {first[0].request!r}",
+                **self._location(slot, second[1], second[0].request),
             )
 
     def _token(self, index: int) -> tuple[StepTokens, int]:
-        """The request and the position of a token of the step."""
+        """Returns the request and the position of a token of the step."""
         for part in self._parts:
             if index < part.count:
                 return part, part.start + index
             index -= part.count
         raise IndexError(index)
 
-    def _places(self, slot: int, position: int | None, request: Hashable) -> dict[str, Any]:
+    def _location(self, slot: int, position: int | None, request: Hashable) -> dict[str, Any]:
         block = slot // self._shadow.block_size
         return {"slot": slot, "block": block, "position": position, "request": request}
 
     def _explain_step(self, error: NDArray[np.int64]) -> NoReturn:
         field = int(np.flatnonzero(error != FINE)[0])
-        index, places = int(error[field]), {}
+        index, location = int(error[field]), {}
         if field in (2, 3):
             if index < len(self._parts):
-                places = {"request": self._parts[index].request}
+                location = {"request": self._parts[index].request}
         elif index < len(self._slots):
             part, position = self._token(index)
-            places = {"request": part.request, "position": position}
-        self.raise_for("stale_table", f"has another {_STALE[field]} in the graph", **places)
+            location = {"request": part.request, "position": position}
+        self.raise_for("stale_table", f"is computed with a wrong {_STALE[field]}", **location)
 
     def _explain_write(self, layer: int, token: int, slot: int, before: int) -> NoReturn:
         block, size = slot // self._shadow.block_size, self._shadow.block_size
         if token >= len(self._slots):
-            places = self._places(slot, None, None)
-            self.raise_for("padding_write", "writes outside of null block 0", layer=layer, **places)
+            location = self._location(slot, None, None)
+            self.raise_for(
+                "padding_write", "writes outside of null block 0", layer=layer, **location
+            )
         part, position = self._token(token)
         expected = int(self._slots[token])
-        places = self._places(slot, position, part.request) | {"layer": layer}
+        location = self._location(slot, position, part.request) | {"layer": layer}
         did = f"writes slot {slot} instead of {expected}"
         if slot == expected:
             did = "writes a slot that holds another token"
-        holders = [each for each in self._parts if each is not part and block in each.blocks]
+        others = [each for each in self._parts if each is not part and block in each.blocks]
         own = [int(each) for each in part.blocks]
         if slot == expected or slot in self._slots:
             kind = "two_writers"
-        elif block < 1 or block == expected // size or (block in own and not holders):
+        elif block < 1 or block == expected // size or (block in own and not others):
             kind = "wrong_position"
         elif self._is_unused(block):
             kind = "use_after_free"
         else:
             kind = "shared_write" if block in own else "wrong_owner"
-        self.raise_for(kind, did, history=self._history(before, block), **places)
+        self.raise_for(kind, did, history=self._history(before, block), **location)
 
     def _explain_read(
         self, layer: int, block: int, tag: int, number: int, position: int
@@ -227,8 +232,8 @@ class Ledger:
         part, size = self._parts[number], self._shadow.block_size
         own, place = self._lineages[part.request], position // size
         right = int(part.blocks[place]) if place < len(part.blocks) else None
-        places = self._places(block * size + position % size, position, part.request)
-        did = "reads a slot without its token"
+        location = self._location(block * size + position % size, position, part.request)
+        did = "reads a slot that does not hold its token"
         if tag and own.position(tag) is not None:
             kind = "wrong_position"
         elif block != right:
@@ -238,15 +243,15 @@ class Ledger:
             kind = "wrong_owner"
         else:
             kind = "use_after_free" if self._is_unused(block) else "unwritten_read"
-        places |= {"layer": layer, "history": self._history(tag, block)}
-        self.raise_for(kind, did, **places)
+        location |= {"layer": layer, "history": self._history(tag, block)}
+        self.raise_for(kind, did, **location)
 
     def _is_unused(self, block: int) -> bool:
         """Whether a block of the cache is free."""
         return 0 < block < len(self._freed) and self._is_free(block)
 
     def _reread(self) -> None:
-        """Explains a block of several requests that is right for one of them only."""
+        """Finds a block that several requests read, but is right for one of them only."""
         size, tags = self._shadow.block_size, self._tags()[0].cpu().numpy()
         for number, part in enumerate(self._parts):
             end = part.start + part.count
@@ -258,18 +263,16 @@ class Ledger:
                 self._explain_read(0, int(held[at // size]), int(there[at]), number, at)
 
     def _history(self, tag: int, block: int) -> str:
-        told = []
+        notes = []
         for lineage in reversed(self._lineages.values()) if tag else ():
             if (position := lineage.position(tag)) is not None:
                 step = lineage.steps[position]
-                when = f" in step {step}" if step else ""
-                told.append(
-                    f"there position {position} of request {lineage.name!r} was written{when}"
-                )
+                when = f", written in step {step}" if step else ""
+                notes.append(f"the slot held position {position} of request {lineage.name!r}{when}")
                 break
         if 0 < block < len(self._freed) and self._freed[block]:
-            told.append(f"the block was last freed after step {self._freed[block]}")
-        return ", ".join(told)
+            notes.append(f"the block was last freed after step {self._freed[block]}")
+        return ", ".join(notes)
 
 
 def _slots(part: StepTokens, size: int) -> list[int]:
@@ -289,7 +292,7 @@ def _slots(part: StepTokens, size: int) -> list[int]:
 
 
 def poison(tensor: Tensor, blocks: NDArray[np.integer[Any]], num_blocks: int) -> None:
-    """Makes blocks of a tensor NaN: whole blocks, or slots of all blocks, on axis 0."""
+    """Fills blocks of a tensor with NaN; axis 0 is blocks, or the slots of all blocks."""
     at = torch.from_numpy(np.asarray(blocks, np.int64)).to(tensor.device)
     if tensor.is_floating_point() and tensor.itemsize == 1:
         tensor.view(torch.uint8).unflatten(0, (num_blocks, -1)).index_fill_(0, at, 0x7F)

@@ -30,19 +30,19 @@ def _all_mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Lineage:
-    """The tags of a request, 1 to 2**31 - 1, which grow with its tokens.
+    """The tags of a request (1 to 2**31 - 1), extended as it gets tokens.
 
     Attributes:
         name: the request.
-        tags: of each position.
-        steps: the step in which each position was last written; 0: by another request.
+        tags: tag of each position.
+        steps: step that last wrote each position; 0: written by another request.
     """
 
     def __init__(self, name: Hashable, salt: object = None) -> None:
         self.name = name
         self.tags, self.steps = array("i"), array("i")
         self._sum = int.from_bytes(blake2b(repr(salt).encode(), digest_size=8).digest(), "little")
-        self._weight = 0, 0  # positions, and the sum of their weights
+        self._weight = 0, 0  # number of positions, and the sum of their weights
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -66,11 +66,11 @@ class Lineage:
             self.steps.frombytes(bytes(4 * (end - start)))
 
     def span(self, start: int, end: int) -> NDArray[np.int64]:
-        """The tags of some positions."""
+        """Returns the tags of positions ``start .. end - 1``."""
         return np.array(self.tags[start:end], np.int64)
 
     def sums(self, start: int, end: int) -> NDArray[np.int64]:
-        """For some positions the sum of ``tag * (2 * position + 1)`` up to each, modulo 2**64."""
+        """Returns cumulative sums of ``tag * (2 * position + 1)`` modulo 2**64, of a range."""
         before, weight = self._weight
         if before != start:
             weight = int(_weights(self.span(0, start), 0).sum())
@@ -79,7 +79,7 @@ class Lineage:
         return sums
 
     def position(self, tag: int) -> int | None:
-        """The position of a tag; None: it is of another request."""
+        """Returns the position of a tag, or None if the request does not have it."""
         return self.tags.index(tag) if tag in self.tags else None
 
 

@@ -90,14 +90,14 @@ def test_an_op_must_declare_what_it_claims():
 
 
 def test_a_device_that_is_not_there_is_refused():
-    assert "device 'nowhere' is not there" in _error(Kernel(), {"device": "nowhere"})
+    assert "device 'nowhere' is not available" in _error(Kernel(), {"device": "nowhere"})
 
 
 def test_an_op_without_its_package_is_refused():
     def op(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale):
         import no_such_package  # noqa: F401
 
-    assert "cannot be called here: ModuleNotFoundError" in _error(op, Capabilities())
+    assert "cannot call the op: ModuleNotFoundError" in _error(op, Capabilities())
 
 
 def test_caches_of_an_interface_that_overlap_are_refused():
