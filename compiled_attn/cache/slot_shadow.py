@@ -204,7 +204,9 @@ def check_layer(shadow: LayerShadow, slots: Tensor | None, *, reads: bool = True
     if reads and step.blocks is not None:
         found += _read(tags, step)
     found += [torch.full_like(found[0], FINE)] * (FIELDS - len(found))
-    error.copy_(torch.cat(found))
+    # A layer that is called again keeps the first error of the step.
+    known = torch.cat([error[:1].expand(3), error[3:4].expand(FIELDS - 3)]) != FINE
+    error.copy_(torch.where(known, error, torch.cat(found)))
 
 
 def _write(tags: Tensor, step: StepShadow, slots: Tensor) -> list[Tensor]:

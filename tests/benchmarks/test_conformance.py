@@ -13,10 +13,11 @@ REPORT = {
 }  # fmt: skip
 
 
-def test_the_page_has_a_column_for_each_report_and_a_line_for_each_script(tmp_path, monkeypatch):
+def test_the_page_has_a_column_for_each_report_and_the_other_a_line_for_each_script(tmp_path, monkeypatch):
     kernels = tuple(conformance.Kernel(name, name, "m:k", "p") for name in ("ran", "absent"))
     monkeypatch.setattr(conformance, "KERNELS", kernels)
     monkeypatch.setattr(conformance, "RESULTS", tmp_path)
+    monkeypatch.setattr(conformance, "SCRIPTS", tmp_path / "conformance")
     kernels[0].report.write_text(json.dumps(REPORT))
     absent = {"kernel": "L", "version": "q not installed", "not_measured": "no GPU"}
     kernels[1].report.write_text(json.dumps(absent))
@@ -26,7 +27,7 @@ def test_the_page_has_a_column_for_each_report_and_a_line_for_each_script(tmp_pa
     assert "| plain | 1/1 |" in lines
     assert "| window | **1/2** window |" in lines
     assert "- L (q not installed): no GPU" in lines
-    assert any(each.startswith("- K returns NaN. [k_nan.py]") for each in lines)
+    assert "- K returns NaN. [k_nan.py](k_nan.py)" in [*conformance.failures()]
 
 
 def test_a_kernel_without_its_package_is_not_measured(tmp_path):

@@ -79,9 +79,15 @@ class CacheWatch:
 
         Raises:
             CorruptCache: an earlier call read or wrote a wrong slot, or two tokens have one slot.
-            ValueError: more requests than ``max_requests``, or too few blocks.
+            ValueError: more requests than ``max_requests``, too few blocks, or the null block 0.
         """
         self.check()
+        for part in parts:
+            if 0 in part.blocks:
+                raise ValueError(
+                    f"request {part.request!r}: expected blocks from 1 on, got "
+                    f"{[*part.blocks]}: block 0 takes the writes of padding, so give it to nobody"
+                )
         for part in parts:
             self._free[np.asarray(part.blocks, np.int64)] = False
         self._ledger.step += 1

@@ -112,6 +112,23 @@ def _reads(metadata: Any, block: int) -> Any:
     return replace(metadata, unique_blocks=blocks)
 
 
+def test_a_layer_that_is_called_again_keeps_the_first_error() -> None:
+    cache = cache_of(1)
+    layer = UnifiedAttention(cache)
+    with pytest.raises(CorruptCache) as caught, kv_sanitizer(cache) as watch:
+        watch.step([tokens("a", 0, 5, [3, 1])])
+        run(layer, metadata_of(tokens("a", 0, 5, [3, 1])))
+        watch.step([step := tokens("a", 5, 1, [3, 1])])
+        run(layer, metadata_of(step, blocks=[[5, 1]], tables=True))
+        run(layer, metadata_of(step, tables=True))
+    assert caught.value.kind == "stale_table"
+
+
+def test_the_null_block_belongs_to_nobody() -> None:
+    with kv_sanitizer(cache_of()) as watch, pytest.raises(ValueError, match="from 1 on"):
+        watch.step([tokens("a", 0, 5, [0, 1])])
+
+
 def test_a_cache_that_is_checked_is_refused() -> None:
     cache = cache_of()
     twice = pytest.raises(ValueError, match="leave one of them out")
