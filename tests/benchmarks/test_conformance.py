@@ -13,7 +13,9 @@ REPORT = {
 }  # fmt: skip
 
 
-def test_the_page_has_a_column_for_each_report_and_the_other_a_line_for_each_script(tmp_path, monkeypatch):
+def test_the_page_has_a_column_for_each_report_and_the_other_a_line_for_each_script(
+    tmp_path, monkeypatch
+):
     kernels = tuple(conformance.Kernel(name, name, "m:k", "p") for name in ("ran", "absent"))
     monkeypatch.setattr(conformance, "KERNELS", kernels)
     monkeypatch.setattr(conformance, "RESULTS", tmp_path)

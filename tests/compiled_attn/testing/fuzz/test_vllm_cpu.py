@@ -44,7 +44,7 @@ def test_refusals_and_crashes_are_told_apart(fake, length, kind):
     assert (failure and failure.kind) == kind
     assert counts["refused"] == (kind is None)
     if failure:
-        assert "exit code 3" in failure.message
+        assert "code 3" in failure.message
 
 
 @pytest.mark.vllm
