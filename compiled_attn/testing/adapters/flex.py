@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_attn.testing.adapters import package
 from compiled_attn.testing.capabilities import Capabilities
+from graphs.torch_internals.paged_flex import PAGED_FLEX
 
 __all__ = ["CAPABILITIES", "compiled", "flash_attn_with_kvcache"]
 
@@ -125,7 +126,7 @@ def _compiled(*args: Any) -> Tensor:
 
 def _pages(block_table: Tensor, lengths: Tensor, count: int, size: int) -> Any:
     """Torch's pages with the blocks of a table instead of reserved ones."""
-    module = package("torch.nn.attention.experimental._paged_attention", _INSTALL)
+    module = package(PAGED_FLEX, _INSTALL)
     table = block_table[:, :count].long()
     pages = module.PagedAttention(count, size, len(table), device=str(table.device))
     logical = torch.arange(table.shape[1], device=table.device).expand_as(table)
