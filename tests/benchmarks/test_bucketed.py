@@ -12,6 +12,7 @@ import bucketed
 import bucketed_dispatch
 
 
+@pytest.mark.slow
 def test_all_ways_encode_and_ours_compiles_nothing_late(capsys):
     threads = torch.get_num_threads()
     small = f"--small --threads {threads} --batches 2 --rounds 1 --backend eager --parts tokens"

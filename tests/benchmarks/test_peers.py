@@ -199,6 +199,7 @@ def test_a_workload_without_its_trace_is_skipped_with_a_line(
     assert capsys.readouterr().out.startswith("# trace: skipped, no such file")
 
 
+@pytest.mark.slow
 def test_ours_and_generate_batch_serve_the_tokens_of_generate():
     engine = Engine(tiny_model(), EngineConfig(backend="eager", kernel="portable", max_seqs=4))
     engine.warmup()

@@ -131,6 +131,7 @@ def test_an_llm_opens_the_default_store_by_default(model_dir, config, monkeypatc
     assert seen == [opened]
 
 
+@pytest.mark.slow  # test_inductor of the store starts a second process, too
 @pytest.mark.usefixtures("compiler", "fresh_compiler")
 def test_the_second_start_loads_what_the_first_stored(tmp_path, monkeypatch):
     model_dir = save_chat_model(tmp_path / "model", layers=1)
