@@ -184,7 +184,9 @@ def first_of(wrong: Tensor) -> Tensor:
     return torch.where(wrong, index, FINE).amin(0, keepdim=True)
 
 
-def check_layer(shadow: LayerShadow, slots: Tensor | None, *, reads: bool = True) -> None:
+def check_layer(
+    shadow: LayerShadow, slots: Tensor | None, *, reads: bool = True, keeps_first: bool = True
+) -> None:
     """Writes the tags of a step to ``slots [T]`` and checks them and the tags that it reads.
 
     Sets the error record: index of the first wrong token, its slot and the previous tag; then index
@@ -194,6 +196,8 @@ def check_layer(shadow: LayerShadow, slots: Tensor | None, *, reads: bool = True
         shadow: tags and error record of the layer, and the step.
         slots: slots that the call writes; None: it only reads.
         reads: whether the call reads.
+        keeps_first: keep an earlier error of the step; False, which is faster: the layer is called
+            once in a step.
     """
     tags, error, step = shadow
     found = []
@@ -204,9 +208,10 @@ def check_layer(shadow: LayerShadow, slots: Tensor | None, *, reads: bool = True
     if reads and step.blocks is not None:
         found += _read(tags, step)
     found += [torch.full_like(found[0], FINE)] * (FIELDS - len(found))
-    # A layer that is called again keeps the first error of the step.
-    known = torch.cat([error[:1].expand(3), error[3:4].expand(FIELDS - 3)]) != FINE
-    error.copy_(torch.where(known, error, torch.cat(found)))
+    new = torch.cat(found)
+    if keeps_first:
+        new = torch.where((error[:1] != FINE) | (error[3:4] != FINE), error, new)
+    error.copy_(new)
 
 
 def _write(tags: Tensor, step: StepShadow, slots: Tensor) -> list[Tensor]:

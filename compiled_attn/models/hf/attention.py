@@ -215,7 +215,7 @@ def paged_attention_forward(
         metadata = paged.by_window[None]
     queries, keys, values = [each[0].transpose(0, 1) for each in (query, key, value)]
     if shadow is not None:
-        check_layer(shadow, metadata.slot_mapping, reads=not paged.only_writes)
+        check_layer(shadow, metadata.slot_mapping, reads=not paged.only_writes, keeps_first=False)
     if paged.only_writes:
         write_slots(key_slots, keys, metadata.slot_mapping, key_scale)
         if value_slots is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.step_shadow import step_shadow
 from compiled_attn.cache.kv_cache import PagedKVCache
-from compiled_attn.cache.slot_shadow import FINE, LayerShadow, SlotShadow, check_layer
+from compiled_attn.cache.slot_shadow import LayerShadow, SlotShadow, check_layer
 from compiled_attn.testing.sanitizer.ledger import Ledger, StepTokens, poison
 
 __all__ = ["CacheWatch", "TensorWatch"]
@@ -219,7 +219,7 @@ class TensorWatch(CacheWatch):
         if slots is not None:
             metadata = UnifiedMetadata(size, slots)
             step = step_shadow(shadow, metadata)
-            _check(LayerShadow(tags, shadow.error(2 * layer), step), slots)
+            check_layer(LayerShadow(tags, shadow.error(2 * layer), step), slots, reads=False)
         if table is not None and lengths is not None:
             known = shadow.first("lengths", lengths.shape[0])
             starts = torch.nn.functional.pad(shadow.first("counts", len(known)).cumsum(0), (1, 0))
@@ -230,15 +230,7 @@ class TensorWatch(CacheWatch):
                 size, none, block_tables=table, seq_lens=lengths, query_start_loc=starts
             )
             step = step_shadow(shadow, metadata)
-            _check(LayerShadow(tags, shadow.error(2 * layer + 1), step), None)
-
-
-def _check(own: LayerShadow, slots: Tensor | None) -> None:
-    """Checks a call; of several calls of a step the first error is kept."""
-    error, before = own.error, own.error.clone()
-    check_layer(own, slots, reads=slots is None)
-    is_first = (before[0] == FINE) & (before[3] == FINE)
-    error.copy_(torch.where(is_first, error, before))
+            check_layer(LayerShadow(tags, shadow.error(2 * layer + 1), step), None)
 
 
 def _refuse_overlap(tensors: Sequence[Tensor]) -> None:
