@@ -76,8 +76,8 @@ def bucketed(
             and False for bools.
         outputs: by output (``output``, ``output['logits']``), per dimension: its axis, None (not
             cut), or a function that takes the sizes of all axes by keyword and returns the size.
-            Default: found by runs at two sizes; a dimension that follows an axis, or is a multiple
-            of it, is cut.
+            Default: found by runs at two or three sizes; a dimension that follows an axis, or is a
+            multiple of it, is cut.
         discrete: by input, the values that it may take (flags, small enums). Each combination has
             graphs of its own.
         exact: axes that are not padded, since the module mixes along them (a convolution, a norm):

@@ -1,4 +1,4 @@
-"""How outputs follow the axes: found by comparing runs at two sizes of each axis."""
+"""How outputs follow the axes: found by comparing runs at two or three sizes of each axis."""
 
 from __future__ import annotations
 
