@@ -34,6 +34,8 @@ FINE = 1 << 62
 FIELDS = 8
 """Integers of an error record."""
 
+_NO_ENTRY = torch.iinfo(torch.int32).max
+
 
 class ExpectedStep(NamedTuple):
     """What the host expects of a step.
@@ -234,13 +236,13 @@ def _read(tags: Tensor, step: StepShadow) -> list[Tensor]:
     assert blocks is not None and expected is not None
     assert request is not None and starts is not None
     there = torch.where((blocks >= 0) & (blocks < tags.shape[0]), blocks, 0)
-    # In 32 bits and by block first, so that compilers vectorise it.
-    entry = first_of(_difference(tags[there], expected).abs().amax(-1) != 0)
-    which = entry.clamp_max(expected.shape[0] - 1)
-    row = tags[there[which]].view(-1)
-    offset = first_of(_difference(row, expected[which].view(-1)) != 0).clamp_max(len(row) - 1)
-    return [entry, blocks[which], row[offset].long(), request[which], starts[which] + offset]
-
-
-def _difference(tags: Tensor, expected: Tensor) -> Tensor:
-    return torch.where(expected == 0, 0, tags - expected)
+    # By offset in the block first and in 32 bits, so that compilers vectorise it.
+    entries = torch.arange(expected.shape[0], dtype=torch.int32, device=tags.device)[:, None]
+    is_wrong = (expected != 0) & (tags[there] != expected)
+    by_offset = torch.where(is_wrong, entries, _NO_ENTRY).amin(0)
+    entry = by_offset.amin(0, keepdim=True)
+    offset = first_of(by_offset == entry)
+    which = entry.long().clamp_max(expected.shape[0] - 1)
+    tag = tags[there[which], offset].long()
+    entry = torch.where(entry == _NO_ENTRY, FINE, entry.long())
+    return [entry, blocks[which], tag, request[which], starts[which] + offset]

@@ -145,7 +145,7 @@ class EngineConfig:
     sanitize: bool = setting(
         False,
         "Check every read and write of the KV cache, poison freed blocks, and raise CorruptCache "
-        "at the first wrong one; decode steps take about 1.2 to 1.35 times as long, and none is "
+        "at the first wrong one; decode steps take up to 1.15 times as long, and none is "
         "scheduled ahead.",
     )
     warmup_journal: str | Path | None = setting(
