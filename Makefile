@@ -47,7 +47,7 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
 	@echo "make bench      the benchmarks behind docs/benchmarks.md"
-	@echo "make bench-peers  the same requests through vLLM, OpenVINO and transformers; installs 5 GB"
+	@echo "make bench-peers  the same requests through vLLM, OpenVINO, llama.cpp, transformers; installs 5 GB"
 	@echo "make docs-benchmarks  write docs/benchmarks.md from benchmarks/results"
 	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests; an hour of fuzzing"
 	@echo "make mutation   changes scheduler, blocks, steps, warmup and store; the tests must notice"

@@ -1,11 +1,13 @@
-"""The same requests through this engine, vLLM, OpenVINO GenAI and transformers' `generate_batch`.
+"""The same requests through this engine, vLLM, OpenVINO GenAI, llama.cpp and `generate_batch`.
 
-    PYTHONPATH=benchmarks python -m peers [--model DIR] [--dtypes bfloat16 float32] [--threads 1]
+    PYTHONPATH=benchmarks python -m peers [--model DIR] [--dtypes bfloat16 q4_0] [--threads 1]
 
 Each is a process of its own, in a virtual environment of its own that is made once in the cache,
 and stopped (SIGSTOP) while another is measured. The same token ids in, greedy, the same weights:
-those of a directory, or random ones of SmolLM2-135M's architecture. Three workloads: 16 requests of
-128 tokens that generate 64, the first 10 of a trace, one of 6,000 that generates 32.
+those of a directory, or random ones of SmolLM2-135M's architecture; q4_0, q4_1 and q8_0 are those
+of one GGUF file, for OpenVINO its own rounding to 4 and 8 bits. Workloads: 1, 4 and 16 requests of
+128 tokens that generate 64, 4 prompts of 512, the first 10 of a trace, one of 6,000 that generates
+32.
 
 Printed: medians over rounds of wall time and CPU seconds (of all processes of a system); the speed
 of ours over it, by both, the median of the rounds' ratios; the share of tokens before the first

@@ -17,24 +17,34 @@ _OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True)
 class Environment:
-    """The packages of a peer, in a folder of this name; ``with_ours``: also this project, alone."""
+    """The packages of a peer, in a folder of this name.
+
+    ``with_ours``: also this project, alone. ``is_built``: without torch, from sources, for the
+    processor of this machine.
+    """
 
     name: str
     packages: tuple[str, ...]
     with_ours: bool = False
+    is_built: bool = False
 
     def python(self, cache: Path, torch_index: str | None) -> Path:
         """Its interpreter; raises `PeerGone` with pip's reason where it cannot be installed."""
         folder = cache / self.name
         python, stamp = folder / "bin/python", folder / ".installed"
-        packages = "\n".join((TORCH, *self.packages))
+        needed = self.packages if self.is_built else (TORCH, *self.packages)
+        packages = "\n".join(needed)
         if not stamp.is_file() or stamp.read_text() != packages:
             print(f"# installing {' '.join(self.packages)} in {folder}", file=sys.stderr)
             _run("making the environment", sys.executable, "-m", "venv", "--clear", str(folder))
             index = ["--retries", "1", "--extra-index-url", torch_index] if torch_index else []
-            _install(python, *index, TORCH)
-            _install(python, TORCH, *self.packages)
-            _drop_misfits(python)
+            if self.is_built:
+                pip = (str(python), "-m", "pip", "install", "-q", "--no-binary", "llama-cpp-python")
+                _run("pip", *pip, *self.packages)
+            else:
+                _install(python, *index, TORCH)
+                _install(python, TORCH, *self.packages)
+                _drop_misfits(python)
             if self.with_ours:  # for its entry points: torch and numpy are the peer's
                 _run("pip", str(python), "-m", "pip", "install", "-q", "--no-deps", str(PROJECT))
             stamp.write_text(packages)

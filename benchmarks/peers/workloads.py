@@ -12,7 +12,7 @@ CONTEXT = 8192
 TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation_tiny.jsonl"
 """A real trace, whose lengths are divided by 16; prompts share prefixes as there."""
 
-NAMES = ("decode", "trace", "long")
+NAMES = ("decode1", "decode4", "decode", "prefill", "trace", "long")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,11 @@ class Workload:
 
 def workloads(names: tuple[str, ...], trace: Path) -> Iterator[Workload]:
     """Those of the names, but the trace's where there is no such file."""
-    if "decode" in names:
-        yield Workload("decode", (Arrival(0, 128, 64),) * 16)
+    for name, count in (("decode1", 1), ("decode4", 4), ("decode", 16)):
+        if name in names:
+            yield Workload(name, (Arrival(0, 128, 64),) * count)
+    if "prefill" in names:
+        yield Workload("prefill", (Arrival(0, 512, 1),) * 4)
     if "trace" in names and trace.is_file():
         yield Workload("trace", tuple(fit(read_trace(trace, 10), CONTEXT)))
     elif "trace" in names:
