@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from compiled_attn import __version__
-from compiled_attn.cli.errors import exit_code_of
+from compiled_attn.cli.errors import bad_input, exit_code_of
 from compiled_attn.cli.options import (
     DEFAULT_STORE,
+    BundleOptions,
     ChatOptions,
     PlanOptions,
     RunOptions,
@@ -124,9 +125,36 @@ def serve(options: ServeOptions) -> int:
     from compiled_attn.waiting import choose_waiting
 
     choose_waiting(options.threads)
+    bundle = None
+    if options.bundle is not None and options.replicas is None and not options.or_compile:
+        from compiled_attn.bundle import Bundle
+
+        with bad_input():
+            bundle = Bundle(options.bundle)  # reads its files while torch is loaded
     from compiled_attn.cli.serve import run_serve  # loads torch, see above
 
-    return run_serve(options)
+    return run_serve(options, bundle)
+
+
+@app.command(
+    epilog=_examples(
+        "compiled-attn bundle smollm2 --out smollm2.bundle",
+        "compiled-attn serve --bundle smollm2.bundle",
+    )
+)
+@taking(BundleOptions)
+def bundle(options: BundleOptions) -> int:
+    """Write a model with its compiled graphs to a folder that `serve` starts from in seconds.
+
+    The folder is for this kind of processor and this torch, and needs no compiler there. Ends with
+    2 on bad input.
+    """
+    from compiled_attn.waiting import choose_waiting
+
+    choose_waiting(options.threads)
+    from compiled_attn.cli.bundle import run_bundle  # loads torch, see above
+
+    return run_bundle(options)
 
 
 @app.command(

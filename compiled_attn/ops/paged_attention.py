@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from compiled_attn.ops.cpu.prebuilt import prebuilt
 from compiled_attn.ops.cpu.replayer import NativeReplayer
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
+from graphs.files import digest_of
 
-__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "call_op", "load"]
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "call_op", "load", "load_library"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
@@ -165,6 +167,38 @@ def load(
     return ops
 
 
+def load_library(library: Path, isa: str) -> NativeOps:
+    """Loads a library of the kernels that was built before, and registers its ops.
+
+    Nothing is measured: its users have recorded their tuning.
+
+    Args:
+        library: its path; it must be trusted.
+        isa: the instruction set that it was built for.
+
+    Raises:
+        NativeUnavailable: it does not load, or this process uses another library already.
+    """
+    with _LOCK:
+        ops = _OPS.get(NAMESPACE)
+        if ops is None:
+            try:
+                request_permission(isa)
+                torch.ops.load_library(str(library))
+            except OSError as error:
+                raise NativeUnavailable(f"expected kernels in {library}, got {error}") from error
+            ops = NativeOps(NAMESPACE, isa, Build(library, isa, 0.0, is_prebuilt=True))
+            fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
+            _LIBRARIES.append(fragment)
+            _register_fakes(fragment, NAMESPACE)
+            _OPS[NAMESPACE] = ops
+    if ops.build is None or digest_of(ops.build.library) != digest_of(library):
+        raise NativeUnavailable(
+            f"expected a process without kernels, got one that loaded {ops}: start another process"
+        )
+    return ops
+
+
 # The ops registered in this process: torch allows one per name.
 _OPS: dict[str, NativeOps] = {}
 _LIBRARIES: list[torch.library.Library] = []
@@ -194,9 +228,13 @@ def _register(
         ops = replace(ops, tuning=load_or_calibrate(ops.build.library, ops.isa, native))
     if namespace == NAMESPACE and why_not() is None:
         register(fragment)
+    _register_fakes(fragment, namespace)
+    return ops
+
+
+def _register_fakes(fragment: torch.library.Library, namespace: str) -> None:
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
-    return ops
 
 
 def _first_that_builds(
