@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 import torch
@@ -69,9 +70,13 @@ def touched_later() -> Iterator[None]:
 def _populate(buffers: Sequence[Tensor]) -> None:
     madvise = ctypes.CDLL(None).madvise  # that of Python holds the GIL
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    with suppress(OSError):  # of Linux, for this thread alone: kernels need their processors
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     for buffer in buffers:
-        if madvise(buffer.data_ptr(), buffer.numel(), _POPULATE_WRITE):
-            return
+        for begin in range(0, len(buffer), _HUGE_PAGE):
+            size = min(_HUGE_PAGE, len(buffer) - begin)
+            if madvise(buffer.data_ptr() + begin, size, _POPULATE_WRITE):
+                return
 
 
 def _has_dispatch_mode() -> bool:
