@@ -23,6 +23,7 @@ from compiled_attn.cli.replicas import serve_replicas, serving_backend, serving_
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.config import byte_size
 from compiled_attn.models import usable_device
+from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.text import LLM, Tokenizer
 from graphs import BucketEvent, progress_for
 from graphs.installation import install_command
@@ -67,6 +68,8 @@ def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
             name = options.name or options.bundle.stem
         else:
             refuse_unavailable(options)
+            if options.device == "cpu":
+                build_ahead()
             tell_conversion(options.model)
             Tokenizer(options.model)  # fails before it listens
             usable_device(options.device)

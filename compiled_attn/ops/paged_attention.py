@@ -12,6 +12,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 from graphs.files import digest_of
 
-__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "call_op", "load", "load_library"]
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "build_ahead", "call_op", "load", "load_library"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
@@ -157,6 +158,8 @@ def load(
     suffixes = [*([isa] if isa else []), *["plain_tiles"] * plain_tiles, *sanitize]
     namespace = "_".join([NAMESPACE, *suffixes])
     with _LOCK:
+        for thread in _AHEAD:
+            thread.join()
         ops = _OPS.get(namespace)
         if ops is None:
             options = {"sanitize": tuple(sanitize), "plain_tiles": plain_tiles}
@@ -165,6 +168,25 @@ def load(
     if strict and ops.why_not_native is not None:
         raise NativeUnavailable(ops.why_not_native)
     return ops
+
+
+def build_ahead() -> None:
+    """Starts to build the kernels in a thread, unless they are cached; `load` waits for it.
+
+    Returns at once, so that imports and reading a model take no time on top. Errors are those of
+    `load`, which builds again.
+    """
+    with _LOCK:
+        if NAMESPACE not in _OPS and not _AHEAD:
+            _AHEAD.append(threading.Thread(target=_build_best, daemon=True))
+            _AHEAD[0].start()
+
+
+def _build_best() -> None:
+    isa = available_isas()[0]
+    with suppress(NativeUnavailable, OSError):
+        if prebuilt(isa) is None:
+            build(isa, NAMESPACE)
 
 
 def load_library(library: Path, isa: str) -> NativeOps:
@@ -203,6 +225,7 @@ def load_library(library: Path, isa: str) -> NativeOps:
 _OPS: dict[str, NativeOps] = {}
 _LIBRARIES: list[torch.library.Library] = []
 _LOCK = threading.Lock()
+_AHEAD: list[threading.Thread] = []  # at most one, which builds the kernels
 
 
 def _register(

@@ -18,6 +18,7 @@ from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.errors import ConfigError, RequestFailed
 from compiled_attn.models import load_model, served_model
 from compiled_attn.models.folder import will_convert
+from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.text.answer import Answer, AnswerPieces
 from compiled_attn.text.grammars import Grammars
 from compiled_attn.text.plain_tokenizer import PlainTokenizer
@@ -130,6 +131,8 @@ class LLM:
             self.model = served_model(model)
             self._attention = self.model.config._attn_implementation
             return
+        if device is None or torch.device(device).type == "cpu":
+            build_ahead()
         if is_shown:
             line = f"loading {model}"
             if will_convert(model):
