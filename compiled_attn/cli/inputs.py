@@ -16,6 +16,7 @@ from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.engine.sampling import check_lengths
 from compiled_attn.models import default_model, load_model
 from compiled_attn.models.folder import will_convert
+from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.workloads import Arrival, fit_scale, scaled
 from graphs import available_backends
 
@@ -67,6 +68,8 @@ def model_of(
     kind = _DTYPES[dtype]
     if directory is None:
         return default_model(seed, kind, device)
+    if device == "cpu":
+        build_ahead()
     tell_conversion(directory)
     return load_model(directory, kind, device)
 

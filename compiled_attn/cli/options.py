@@ -15,7 +15,9 @@ import typer
 from compiled_attn.engine.config import EngineConfig
 
 __all__ = [
+    "BundleOptions",
     "ChatOptions",
+    "EngineOptions",
     "ModelOptions",
     "PlanOptions",
     "RunOptions",
@@ -141,10 +143,42 @@ class ChatOptions(SamplingOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(ModelOptions):
-    """The options of ``compiled-attn serve``."""
+class EngineOptions(ModelOptions):
+    """Model and engine of ``serve`` and ``bundle``."""
 
     model: Path = _CHAT_MODEL
+    store: Path | None = _STORE
+    no_store: bool = _NO_STORE
+    strict: bool = setting("strict")
+    buckets: Path | None = setting("buckets")
+    max_seqs: int = setting("max_seqs")
+    max_graphs: int = setting("max_graphs", metavar="N")
+    context: int | None = setting("context")
+    threads: int | None = _THREADS
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleOptions(EngineOptions):
+    """The options of ``compiled-attn bundle``."""
+
+    out: Path = option(..., "New folder to write.", metavar="DIR", panel=_RESULT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(EngineOptions):
+    """The options of ``compiled-attn serve``."""
+
+    bundle: Path | None = option(
+        None,
+        "Start from this folder of `compiled-attn bundle`, which has model and engine: their "
+        "options count for nothing.",
+        metavar="DIR",
+    )
+    or_compile: bool = option(
+        False,
+        "Where --bundle was made for another machine, compile MODEL instead of ending.",
+        "--or-compile",
+    )
     name: str | None = option(
         None, "Name of the model in requests; by default the last part of MODEL."
     )
@@ -170,15 +204,7 @@ class ServeOptions(ModelOptions):
         False, "Write a JSON line to stdout for each request.", "--access-log"
     )
     sanitize: bool = setting("sanitize")
-    store: Path | None = _STORE
-    no_store: bool = _NO_STORE
-    strict: bool = setting("strict")
-    buckets: Path | None = setting("buckets")
     learn_buckets: Path | None = setting("learn_buckets")
-    max_seqs: int = setting("max_seqs")
-    max_graphs: int = setting("max_graphs", metavar="N")
-    context: int | None = setting("context")
-    threads: int | None = _THREADS
 
 
 @dataclass(frozen=True, kw_only=True)

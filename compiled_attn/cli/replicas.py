@@ -15,7 +15,7 @@ import torch
 
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.inputs import dtype_of
-from compiled_attn.cli.options import ServeOptions, settings_of
+from compiled_attn.cli.options import EngineOptions, ServeOptions, settings_of
 from compiled_attn.cli.store import default_store, stored_backend
 from compiled_attn.engine import EngineConfig
 from compiled_attn.text import LLM
@@ -31,7 +31,7 @@ __all__ = ["serve_replicas", "serving_backend", "serving_config"]
 
 
 def serving_backend(
-    options: ServeOptions,
+    options: EngineOptions,
 ) -> contextlib.AbstractContextManager[str | Backend]:
     """Returns the backend of a server, with its store unless ``--no-store``.
 
@@ -44,7 +44,7 @@ def serving_backend(
     return stored_backend(options.backend, options.store)
 
 
-def serving_config(options: ServeOptions, backend: str | Backend) -> EngineConfig:
+def serving_config(options: EngineOptions, backend: str | Backend) -> EngineConfig:
     """Returns the engine settings of a server; raises ValueError for those that are refused."""
     # The backend already has its store, if any.
     settings = settings_of(options) | {"backend": backend, "store": False}

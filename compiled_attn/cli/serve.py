@@ -10,10 +10,12 @@ import ssl
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_attn.bundle import Bundle
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ServeOptions
@@ -21,6 +23,7 @@ from compiled_attn.cli.replicas import serve_replicas, serving_backend, serving_
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.config import byte_size
 from compiled_attn.models import usable_device
+from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.text import LLM, Tokenizer
 from graphs import BucketEvent, progress_for
 from graphs.installation import install_command
@@ -35,8 +38,11 @@ _CANCEL_SECONDS = 5.0
 """Time for an interrupted warmup to finish the graph that is being captured."""
 
 
-def run_serve(options: ServeOptions) -> int:
-    """Serves until a signal ends it; returns the exit code. Raises UserError for bad input."""
+def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
+    """Serves until a signal ends it; returns the exit code. Raises UserError for bad input.
+
+    ``bundle``: that of the options, opened; None where it may not fit.
+    """
     try:
         from compiled_attn.serve.model import ServedModel
         from compiled_attn.serve.server import listen
@@ -48,17 +54,28 @@ def run_serve(options: ServeOptions) -> int:
         raise UserError("--address is for --replicas: give both, or none")
     if options.access_log and options.replicas is not None:
         raise UserError("--access-log is for one process: leave it or --replicas out")
+    if options.bundle is not None and options.replicas is not None:
+        raise UserError("--bundle is for one process: leave it or --replicas out")
+    if options.or_compile and options.bundle is None:
+        raise UserError("--or-compile is for --bundle: give both, or none")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with bad_input(), serving_backend(options) as backend:
-        refuse_unavailable(options)
-        tell_conversion(options.model)
+    compiles = options.bundle is None or options.or_compile
+    backing = serving_backend(options) if compiles else contextlib.nullcontext(options.backend)
+    with bad_input(), backing as backend:
         http = _http_settings(options)
-        Tokenizer(options.model)  # fails before it listens
-        usable_device(options.device)
+        name = options.name or options.model.stem
+        if options.bundle is not None:
+            name = options.name or options.bundle.stem
+        else:
+            refuse_unavailable(options)
+            if options.device == "cpu":
+                build_ahead()
+            tell_conversion(options.model)
+            Tokenizer(options.model)  # fails before it listens
+            usable_device(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        config = serving_config(options, backend)
-        name = options.name or options.model.stem
+        config = serving_config(options, backend) if compiles else None
         listening = listen(options.host, options.port)
         host, port = listening.getsockname()[:2]
 
@@ -68,7 +85,7 @@ def run_serve(options: ServeOptions) -> int:
             _say(f"{name} at {scheme}://{host}:{port}/v1")
 
         if options.replicas is None:
-            model = ServedModel(name, partial(_load, options, config))
+            model = ServedModel(name, partial(_load, options, config, bundle or options.bundle))
             _run_to_the_end(model, listening, when_up, http)
         else:
             serve_replicas(options, listening, when_up, _say, http)
@@ -129,7 +146,10 @@ def _run_to_the_end(
 
 
 def _load(
-    options: ServeOptions, config: EngineConfig, progress: Callable[[BucketEvent], None]
+    options: ServeOptions,
+    config: EngineConfig | None,
+    bundle: Path | Bundle | None,
+    progress: Callable[[BucketEvent], None],
 ) -> LLM:
     shown: Any = progress_for(sys.stderr)
 
@@ -138,7 +158,12 @@ def _load(
         shown(event)
 
     llm = LLM(
-        options.model, config, dtype=dtype_of(options), device=options.device, progress=on_bucket
+        None if config is None else options.model,
+        config,
+        dtype=dtype_of(options),
+        device=options.device,
+        bundle=bundle,
+        progress=on_bucket,
     )
     _say("ready")
     return llm

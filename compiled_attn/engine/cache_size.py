@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.models.hf import cache_for
 from graphs.capture.memory import free_bytes, machine_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["CacheSize", "memory_for"]
 
@@ -47,6 +49,8 @@ class CacheSize:
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
         """
+        from compiled_attn.models.hf import cache_for  # loads transformers
+
         slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
         block_bytes = slot.bytes_per_block * config.block_size
         blocks, why = _blocks(model, config, -(-context // ranks), block_bytes)

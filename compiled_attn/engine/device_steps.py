@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,12 +17,14 @@ from compiled_attn.engine.sampler import rows_of, sample_step
 from compiled_attn.engine.sampling_rows import SamplingRows
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
-from compiled_attn.models.hf import PagedCausalLM
 from compiled_attn.ops.sampling import greedy, sample
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
 from graphs.backends.eager import EagerBackend
 from graphs.backends.recorded import RecordedBackend
 from graphs.capture.contract import CaptureSpec
+
+if TYPE_CHECKING:
+    from compiled_attn.models.hf import PagedCausalLM
 
 __all__ = ["DeviceSteps", "NextTokens"]
 

@@ -11,8 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
@@ -30,13 +29,16 @@ from compiled_attn.engine.sampling import (
     check_lengths,
     check_settings,
     token_ids,
-)
+)  # fmt: skip
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
 from compiled_attn.engine.steps import StepResult, StepRunner, Transactions, delayed_interrupt
 from compiled_attn.engine.stream import Stream, planned_requests, results_of
 from compiled_attn.engine.tally import Tally
 from graphs import WarmupReport, no_compile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Engine"]
 

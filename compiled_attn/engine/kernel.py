@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import LAYOUTS, LayoutType
@@ -16,6 +16,9 @@ from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import Packing, as_int8, as_packed
 from compiled_attn.ops.tuning import tuning
 from compiled_attn.step import PartsLayout, TableLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["ChosenKernel", "chosen_kernel", "packs"]
 

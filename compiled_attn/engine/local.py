@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.slot_shadow import SlotShadow
@@ -22,10 +21,8 @@ from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.sampler import logits_needed, sample_step
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
-from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.models.load import unwrap
 from compiled_attn.ops import load
-from compiled_attn.ops.fusion import FuseLinears
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
 from compiled_attn.step import BatchBuilder, RequestTable
@@ -40,10 +37,14 @@ from graphs import (
     WarmupManager,
     WarmupReport,
 )
-from graphs.backends.onednn_linear import for_cpu
 from graphs.capture.capture import resolve
 from graphs.capture.contract import CaptureSpec
 from graphs.torch_internals.replay.replay import Replays
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from compiled_attn.models.hf import PagedCausalLM
 
 __all__ = ["HostSteps", "LocalExecutor", "executor_for"]
 
@@ -67,6 +68,8 @@ class LocalExecutor:
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, timed_runs: int = 3
     ) -> None:
+        from compiled_attn.models.hf import PagedCausalLM, cache_for  # loads transformers
+
         self.config = config = config or EngineConfig()
         self._store = store_of(config.backend, config.store)
         backend = resolve(self._store.backend, "step")  # before the model is touched
@@ -135,6 +138,9 @@ class LocalExecutor:
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
         """Options of the backend; sets `_onednn` and `_replays`, which `report` describes."""
+        from compiled_attn.ops.fusion import FuseLinears  # loads inductor
+        from graphs.backends.onednn_linear import for_cpu
+
         self._onednn: set[tuple[int, int]] = set()
         self._replays: Replays | None = None
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
@@ -148,6 +154,11 @@ class LocalExecutor:
             return {"options": for_cpu() | fused} | replayed
         self._onednn = onednn_sizes(model, tuning())
         return {"options": for_cpu(self._onednn) | fused} | replayed
+
+    @property
+    def replays(self) -> Replays | None:
+        """Native replays of the graphs; None: there are none."""
+        return self._replays
 
     def attach(self) -> None:
         """See `Executor.attach`."""
@@ -280,19 +291,24 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
         ConfigError: the executor was made with another configuration; or see `LocalExecutor`.
         TypeError: it is neither a model nor an executor.
     """
-    model = unwrap(model)
-    executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
-    if not hasattr(executor, "attach"):
-        raise TypeError(
-            "expected a causal language model of transformers or an executor, got "
-            f"{type(model).__name__}: load one with compiled_attn.models.load_model"
-        )
+    executor = model if hasattr(model, "attach") else _executor_of(unwrap(model), config)
     if config is not None and config != executor.config:
         raise ConfigError(
             "expected the configuration that the executor was made with, got another one: "
             "leave it out"
         )
     return executor
+
+
+def _executor_of(model: object, config: EngineConfig | None) -> LocalExecutor:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            "expected a causal language model of transformers or an executor, got "
+            f"{type(model).__name__}: load one with compiled_attn.models.load_model"
+        )
+    return LocalExecutor(model, config)
 
 
 class HostSteps:

@@ -10,7 +10,8 @@ from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.tally import Percentiles, Series, StepRecord, Tally
-from graphs import WarmupReport, no_compile, torch_features
+from graphs import WarmupReport, no_compile
+from graphs.torch_internals.catalog import features_of_process
 
 __all__ = ["EngineReport", "StepInfo", "block_series"]
 
@@ -149,7 +150,7 @@ class EngineReport:
             preemptions=preemptions,
             blocks_high_water=stats.high_water,
             torch=torch.__version__,
-            torch_features={each.name: each.why_off or "on" for each in torch_features()},
+            torch_features={each.name: each.why_off or "on" for each in features_of_process()},
             backend=made.backend,
             kernel=made.kernel,
             kernel_notes=dict(made.notes),

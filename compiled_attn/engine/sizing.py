@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.models.hf import context_limit
 from compiled_attn.step import ModelWork, PartsLayout, StepLayout, StepLimits, TableLayout
 from compiled_attn.step.divided import BlockShare
 from graphs import BucketFileError, BucketOverflow, BucketSpace
 from graphs.backends import BACKENDS
 from graphs.buckets.learned import buckets_for
 from graphs.buckets.recorded import RecordedSizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["LAYOUTS", "LayoutType", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
 
@@ -165,6 +166,8 @@ def step_limits(config: EngineConfig, most: int, context: int, num_blocks: int) 
 
 
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:
+    from compiled_attn.models.hf import context_limit  # loads transformers
+
     limit = context_limit(model)
     context = config.context or limit
     if not context:

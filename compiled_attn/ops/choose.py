@@ -16,6 +16,7 @@ from compiled_attn.ops.paged_attention import NAMESPACE, call_op, load
 from compiled_attn.ops.traits import AttentionTraits, Implementation
 from compiled_attn.ops.triton.register import why_not as why_no_triton
 from graphs.torch_internals.dispatch import has_kernel
+from graphs.torch_internals.tracing import constant_in_traces
 
 __all__ = [
     "CHOICES", "KernelChoice", "NativeKernel", "PortableKernel", "as_int32", "attend_paged",
@@ -37,7 +38,7 @@ Chosen = TypeVar("Chosen", bound=Implementation)
 _default = functools.cache(load)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_traces
 def unavailable() -> str | None:
     """Returns why the ops are not native in this process, or None; builds them on first use."""
     return _default().why_not_native
@@ -216,7 +217,7 @@ def _lacks_dtypes(traits: AttentionTraits) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_traces
 def _lacks_device(device: str) -> str | None:
     if device == "cpu":
         return None

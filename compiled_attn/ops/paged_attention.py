@@ -12,7 +12,9 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +30,9 @@ from compiled_attn.ops.cpu.prebuilt import prebuilt
 from compiled_attn.ops.cpu.replayer import NativeReplayer
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
+from graphs.files import digest_of
 
-__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "call_op", "load"]
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "build_ahead", "call_op", "load", "load_library"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
@@ -155,6 +158,8 @@ def load(
     suffixes = [*([isa] if isa else []), *["plain_tiles"] * plain_tiles, *sanitize]
     namespace = "_".join([NAMESPACE, *suffixes])
     with _LOCK:
+        for thread in _AHEAD:
+            thread.join()
         ops = _OPS.get(namespace)
         if ops is None:
             options = {"sanitize": tuple(sanitize), "plain_tiles": plain_tiles}
@@ -165,10 +170,62 @@ def load(
     return ops
 
 
+def build_ahead() -> None:
+    """Starts to build the kernels in a thread, unless they are cached; `load` waits for it.
+
+    Returns at once, so that imports and reading a model take no time on top. Errors are those of
+    `load`, which builds again.
+    """
+    with _LOCK:
+        if NAMESPACE not in _OPS and not _AHEAD:
+            _AHEAD.append(threading.Thread(target=_build_best, daemon=True))
+            _AHEAD[0].start()
+
+
+def _build_best() -> None:
+    isa = available_isas()[0]
+    with suppress(NativeUnavailable, OSError):
+        if prebuilt(isa) is None:
+            build(isa, NAMESPACE)
+
+
+def load_library(library: Path, isa: str) -> NativeOps:
+    """Loads a library of the kernels that was built before, and registers its ops.
+
+    Nothing is measured: its users have recorded their tuning.
+
+    Args:
+        library: its path; it must be trusted.
+        isa: the instruction set that it was built for.
+
+    Raises:
+        NativeUnavailable: it does not load, or this process uses another library already.
+    """
+    with _LOCK:
+        ops = _OPS.get(NAMESPACE)
+        if ops is None:
+            try:
+                request_permission(isa)
+                torch.ops.load_library(str(library))
+            except OSError as error:
+                raise NativeUnavailable(f"expected kernels in {library}, got {error}") from error
+            ops = NativeOps(NAMESPACE, isa, Build(library, isa, 0.0, is_prebuilt=True))
+            fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
+            _LIBRARIES.append(fragment)
+            _register_fakes(fragment, NAMESPACE)
+            _OPS[NAMESPACE] = ops
+    if ops.build is None or digest_of(ops.build.library) != digest_of(library):
+        raise NativeUnavailable(
+            f"expected a process without kernels, got one that loaded {ops}: start another process"
+        )
+    return ops
+
+
 # The ops registered in this process: torch allows one per name.
 _OPS: dict[str, NativeOps] = {}
 _LIBRARIES: list[torch.library.Library] = []
 _LOCK = threading.Lock()
+_AHEAD: list[threading.Thread] = []  # at most one, which builds the kernels
 
 
 def _register(
@@ -194,9 +251,13 @@ def _register(
         ops = replace(ops, tuning=load_or_calibrate(ops.build.library, ops.isa, native))
     if namespace == NAMESPACE and why_not() is None:
         register(fragment)
+    _register_fakes(fragment, namespace)
+    return ops
+
+
+def _register_fakes(fragment: torch.library.Library, namespace: str) -> None:
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
-    return ops
 
 
 def _first_that_builds(

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from transformers.utils.chat_parsing import ResponseParser
-
 from compiled_attn.text import LLM, TextPieces
 
 __all__ = ["OutputParser", "ParsedOutput", "Piece", "Reasoning", "ToolCall", "response_template"]
@@ -159,6 +157,8 @@ class OutputParser:
         return ParsedOutput(text, reasoning or None, calls)
 
     def _new_parser(self, prefix: str) -> Any:
+        from transformers.utils.chat_parsing import ResponseParser  # takes seconds
+
         return ResponseParser(self._template, prefix=prefix, tools=cast("Any", self._tools))
 
     def _feed(self, text: str) -> list[Piece]:

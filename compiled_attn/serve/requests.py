@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias
 
 from annotated_types import Ge, Le, MaxLen
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatFields
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextFields
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from pydantic import AfterValidator, Field, ValidationError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.serve.http_errors import RequestError
@@ -33,7 +31,11 @@ from compiled_attn.serve.request_parts import (
     grammar_of,
     messages_of,
 )
+from compiled_attn.text.plain_tokenizer import TEMPLATE_ARGUMENTS
 from graphs.errors import clipped, quoted
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 __all__ = [
     "Body",
@@ -71,9 +73,6 @@ _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
     *("seed", "presence_penalty", "frequency_penalty", "logit_bias"),
 )
-_TOKENIZER_ARGUMENTS = frozenset(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-)
 
 
 def _field(default: Any, expected: str) -> Any:
@@ -86,7 +85,7 @@ def _keys(params: Any) -> frozenset[str]:
 
 
 def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    if _TOKENIZER_ARGUMENTS & variables.keys():
+    if TEMPLATE_ARGUMENTS & variables.keys():
         raise ValueError("an argument of the tokenizer, such as another template")
     return variables
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from compiled_attn.engine.constraint import Matcher
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
+from compiled_attn.text.plain_tokenizer import PlainTokenizer
 from compiled_attn.text.schema_keywords import unenforced
 from compiled_attn.text.tokenizer import Tokenizer
 from graphs.errors import clipped, quoted
@@ -168,8 +169,10 @@ class Grammars:
                 f"{install_command('grammar')}"
             ) from error
         tokenizer = self._tokenizer.of_transformers
+        is_plain = isinstance(tokenizer, PlainTokenizer)
         try:
-            texts = [*TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=[0]).decoded_vocab]
+            known = tokenizer.to_transformers() if is_plain else tokenizer
+            texts = [*TokenizerInfo.from_huggingface(known, stop_token_ids=[0]).decoded_vocab]
         except Exception as error:  # a kind of tokenizer that it does not know
             raise ConfigError(
                 f"model {self._tokenizer.model}: xgrammar cannot read its tokenizer: {error}: ask "

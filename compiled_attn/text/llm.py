@@ -18,8 +18,10 @@ from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.errors import ConfigError, RequestFailed
 from compiled_attn.models import load_model, served_model
 from compiled_attn.models.folder import will_convert
+from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.text.answer import Answer, AnswerPieces
 from compiled_attn.text.grammars import Grammars
+from compiled_attn.text.plain_tokenizer import PlainTokenizer
 from compiled_attn.text.tokenizer import Message, Prompt, Tokenizer
 from compiled_attn.waiting import why_slow
 from graphs import BucketEvent, progress_for
@@ -27,6 +29,8 @@ from graphs.errors import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from compiled_attn.bundle import Bundle
 
 __all__ = ["LLM"]
 
@@ -48,6 +52,10 @@ class LLM:
             a model object.
         dtype: of the weights; None: float32, or that of the model object.
         device: of the model; None: the CPU, or that of the model object.
+        bundle: a folder of `compiled_attn.bundle.write_bundle`, or its `Bundle`, which has model,
+            tokenizer and configuration; give no others, except a model and its arguments to compile
+            if the bundle was made for another machine. Sets torch's number of threads to that of
+            the bundle.
         progress: called with the events of the warmup, see `graphs.progress_for`; None: shows them
             if stderr is a terminal, False: does not.
 
@@ -57,9 +65,10 @@ class LLM:
         model: that the engine runs.
 
     Raises:
-        ModelError: the model or its tokenizer cannot be loaded.
+        ModelError: the model or its tokenizer cannot be loaded; a `BundleError` of a bundle.
         ConfigError, graphs.CaptureError, ValueError: see `compiled_attn.engine.Engine`.
-        TypeError: a model object without a tokenizer, or with a dtype or device.
+        TypeError: a model object without a tokenizer, or with a dtype or device; or neither a model
+            nor a bundle.
 
     Example::
 
@@ -70,12 +79,13 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
+        model: str | Path | PreTrainedModel | None = None,
         config: EngineConfig | None = None,
         *,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        bundle: str | Path | Bundle | None = None,
         progress: Callable[[BucketEvent], None] | Literal[False] | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig | None):
@@ -85,32 +95,71 @@ class LLM:
             )
         is_shown = progress is None and sys.stderr.isatty()
         self._attention: str | None = None  # to be restored in a model object
-        if isinstance(model, (str, Path)):
-            if is_shown:
-                line = f"loading {model}"
-                if will_convert(model):
-                    line = f"converting the GGUF file of {model}, once: half a minute or more"
-                print(line, file=sys.stderr, flush=True)
-            self.tokenizer = Tokenizer(model if tokenizer is None else tokenizer)
-            self.model = load_model(model, dtype, "cpu" if device is None else device)
+        executor = None if bundle is None else self._opened(bundle, model, config)
+        if executor is None:
+            self._load(model, tokenizer, dtype, device, is_shown=is_shown)
+            config = config or EngineConfig()
+            if config.store is None:
+                config = replace(config, store=True)
         else:
-            _check_object(model, tokenizer, dtype, device)
-            self.tokenizer = Tokenizer(tokenizer)
-            self.model = served_model(model)
-            self._attention = self.model.config._attn_implementation
+            config = executor.config
         self.grammars = Grammars(self.tokenizer)
         if self.model.device.type == "cpu" and (advice := why_slow(torch.get_num_threads())):
             _log.warning("%s", advice)
-        config = config or EngineConfig()
-        if config.store is None:
-            config = replace(config, store=True)
         text: Any = {"has_stop": self.tokenizer.has_stop, "grammars": self.grammars}
-        self._engine: Engine | None = Engine(self.model, config, **text)
+        self._engine: Engine | None = Engine(executor or self.model, config, **text)
         try:
             self._engine.warmup((progress_for(sys.stderr) if is_shown else progress) or None)
         except BaseException:
             self.close()
             raise
+
+    def _load(
+        self,
+        model: str | Path | PreTrainedModel | None,
+        tokenizer: Any,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        *,
+        is_shown: bool,
+    ) -> None:
+        if model is None:
+            raise TypeError("expected a model or a bundle, got neither: give one of them")
+        if not isinstance(model, (str, Path)):
+            _check_object(model, tokenizer, dtype, device)
+            self.tokenizer = Tokenizer(tokenizer)
+            self.model = served_model(model)
+            self._attention = self.model.config._attn_implementation
+            return
+        if device is None or torch.device(device).type == "cpu":
+            build_ahead()
+        if is_shown:
+            line = f"loading {model}"
+            if will_convert(model):
+                line = f"converting the GGUF file of {model}, once: half a minute or more"
+            print(line, file=sys.stderr, flush=True)
+        self.tokenizer = Tokenizer(model if tokenizer is None else tokenizer)
+        self.model = load_model(model, dtype, "cpu" if device is None else device)
+
+    def _opened(
+        self, bundle: str | Path | Bundle, model: object, config: EngineConfig | None
+    ) -> LocalExecutor | None:
+        """The executor of a bundle; None: it does not fit here, and there is a model to compile."""
+        from compiled_attn.bundle import Bundle, BundleExecutor, BundleMisfit
+
+        if config is not None and model is None:
+            raise TypeError("expected no config with a bundle, which has its own: leave it out")
+        try:
+            opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+        except BundleMisfit as error:
+            if model is None:
+                raise
+            _log.warning("compiling the model instead: %s", error)
+            return None
+        self.tokenizer = Tokenizer(PlainTokenizer.read(opened.folder))
+        executor = BundleExecutor(opened)
+        self.model = executor.module.model
+        return executor
 
     @property
     def engine(self) -> Engine:

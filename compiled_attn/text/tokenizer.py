@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from compiled_attn.errors import ConfigError, ModelError
 from compiled_attn.models import quiet_transformers
 from compiled_attn.models.folder import cannot_read, model_folder
+from compiled_attn.text.plain_tokenizer import PlainTokenizer
 from graphs.errors import quoted
 from graphs.installation import install_command
 
@@ -40,7 +41,8 @@ class Tokenizer:
     Special tokens, such as the end of a turn, are not part of a decoded text.
 
     Args:
-        model: as for `compiled_attn.models.load_model`; or a tokenizer of transformers.
+        model: as for `compiled_attn.models.load_model`; or a tokenizer of transformers, or a
+            `PlainTokenizer`.
 
     Attributes:
         model: the argument, or the name of the tokenizer.
@@ -52,12 +54,14 @@ class Tokenizer:
         TypeError: `model` is neither a path nor a tokenizer of transformers.
     """
 
-    def __init__(self, model: str | Path | PreTrainedTokenizerBase) -> None:
-        with quiet_transformers():
-            if isinstance(model, (str, Path)):
-                self.model, self._tokenizer = model, _load(model)
-            else:
-                self.model, self._tokenizer = _checked(model)
+    def __init__(self, model: str | Path | PreTrainedTokenizerBase | PlainTokenizer) -> None:
+        self._tokenizer: Any = model
+        if isinstance(model, PlainTokenizer):
+            self.model: str | Path = model.name_or_path
+        else:
+            with quiet_transformers():
+                is_path = isinstance(model, (str, Path))
+                self.model, self._tokenizer = (model, _load(model)) if is_path else _checked(model)
         added = self._tokenizer.added_tokens_decoder.items()
         self.special = frozenset(self._tokenizer.all_special_ids) | {
             number for number, token in added if token.special
@@ -72,7 +76,7 @@ class Tokenizer:
 
     @property
     def of_transformers(self) -> Any:
-        """The tokenizer of transformers."""
+        """The tokenizer of transformers, or the `PlainTokenizer` in its place."""
         return self._tokenizer
 
     def encode(self, prompt: Prompt | Message) -> list[int]:
@@ -190,6 +194,8 @@ class Tokenizer:
 
 def _plain_backend(tokenizer: Any) -> Any:
     """Returns the Rust tokenizer if it alone decodes, which is several times faster; else None."""
+    if isinstance(tokenizer, PlainTokenizer):
+        return tokenizer.backend
     from transformers import PreTrainedTokenizerFast
 
     own, plain = type(tokenizer), PreTrainedTokenizerFast

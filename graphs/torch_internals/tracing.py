@@ -7,13 +7,21 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from graphs.torch_internals.settings import unlimited_recompiles
 
-__all__ = ["break_reasons", "quiet_logs", "trace", "why_no_full_graph"]
+__all__ = ["break_reasons", "constant_in_traces", "quiet_logs", "trace", "why_no_full_graph"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LOUD = {"torch._dynamo": logging.ERROR, "torch._subclasses": logging.CRITICAL}
+
+
+def constant_in_traces(function: Function) -> Function:
+    """`torch.compiler.assume_constant_result`, without loading Dynamo, which takes seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def trace(

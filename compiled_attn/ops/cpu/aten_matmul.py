@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.backends.onednn_linear import takes_onednn
 from graphs.torch_internals.replay.calls import Call
 
 __all__ = ["matmul_call"]
@@ -28,6 +27,8 @@ def matmul_call(
         native: a library, see `compiled_attn.ops.cpu.build.build`.
         op, args, kwargs, made: see `graphs.torch_internals.replay.calls.Replayer.call_of`.
     """
+    from graphs.backends.onednn_linear import takes_onednn  # loads inductor
+
     entry, bias = native.compiled_attn_matmul, None
     if op is _aten.mm.out and [*kwargs] == ["out"]:
         left, right = args

@@ -30,6 +30,8 @@ __all__ = [
 ]  # fmt: skip
 
 KERNELS = (
+    "attention/attend_quantised.cpp",
+    "attention/attend_bfloat16.cpp",
     "attention/paged_attention.cpp",
     "linear/packed_linear.cpp",
     "sampling/sample_tokens.cpp",

@@ -67,10 +67,10 @@ class Recording(NamedTuple):
         outputs: what is returned.
     """
 
-    words: list[int]
-    at: list[int]
-    base: list[int]
-    offset: list[int]
+    words: Sequence[int]
+    at: Sequence[int]
+    base: Sequence[int]
+    offset: Sequence[int]
     inputs: list[int]
     arena_bytes: int
     storages: list[int]

@@ -42,6 +42,7 @@ class Replays:
     Attributes:
         replayer, verify: as given.
         enabled: while false, graphs run as inductor wrote them.
+        on_run: called with each replay and its inputs before it runs; None: nothing is.
         recorded: how many replays there are.
         refused: how many runs could not be recorded, by reason.
 
@@ -59,6 +60,7 @@ class Replays:
         self.enabled = True
         self.recorded = 0
         self.refused: Counter[str] = Counter()
+        self.on_run: Callable[[Replay, Sequence[Any]], object] | None = None
         self._arenas: list[Tensor] = []
 
     def record(self, function: Callable[[], Any]) -> Any:
@@ -101,6 +103,8 @@ class ReplayedCall:
         sizes = self._sizes(args)
         replay = self._by_sizes.get(sizes)
         if replay is not None and (replays := replay.replays()) is not None and replays.enabled:
+            if replays.on_run is not None:
+                replays.on_run(replay, args)
             made = replay.run(args, replays)
             args.clear()
             return made
@@ -147,11 +151,16 @@ class Replay:
         self.replays = weakref.ref(replays)
         self._arena_bytes, self._storages = recording.arena_bytes, recording.storages
         self._outputs = recording.outputs
-        self._inputs = _getter(recording.inputs)
+        self._indices, self._inputs = recording.inputs, _getter(recording.inputs)
         self._words, self._at, self._base, self._offset = (
             np.array(each, np.int64)
             for each in (recording.words, recording.at, recording.base, recording.offset)
         )
+
+    def recording(self) -> Recording:
+        """Return what it was made of."""
+        words: tuple[Any, ...] = self._words, self._at, self._base, self._offset
+        return Recording(*words, self._indices, self._arena_bytes, self._storages, self._outputs)
 
     def run(
         self, args: Sequence[Any], replays: Replays, garbage: int | None = None

@@ -2,6 +2,7 @@
 
 import copy
 import resource
+import threading
 
 import pytest
 import torch
@@ -66,3 +67,14 @@ def test_large_buffers_of_keys_and_of_scales_are_not_for_resizing():
     cache = PagedKVCache(1, 1 << 12, 16, 8, 8, dtype=torch.int8)
     for buffer in (cache.key(0), cache.key_scale(0)):
         assert not buffer.untyped_storage().resizable()
+
+
+def test_buffers_that_are_touched_later_keep_what_is_written_meanwhile():
+    with huge_pages.touched_later():
+        buffers = [huge_pages.zeros((1 << 24,), torch.int8) for _ in range(4)]
+        buffers[0].fill_(1)
+    buffers[1].fill_(2)
+    for thread in [each for each in threading.enumerate() if each.name == huge_pages.THREAD]:
+        thread.join()
+    sums = [int(buffer.sum(dtype=torch.int64)) for buffer in buffers]
+    assert sums == [1 << 24, 2 << 24, 0, 0]

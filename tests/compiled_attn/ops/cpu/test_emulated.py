@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from compiled_attn.ops.cpu.build import KERNELS
 from compiled_attn.ops.schema import SOURCES
 
 PROGRAM = Path(__file__).with_name("emulated.cpp")
@@ -18,7 +19,8 @@ def test_random_steps_hold_on_an_emulated_aarch64(tmp_path):
     if not compiler or not emulator:
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
     program = tmp_path / "emulated"
-    units = [str(PROGRAM), str(SOURCES / "attention/paged_attention.cpp")]
+    attention = [str(SOURCES / each) for each in KERNELS if each.startswith("attention/")]
+    units = [str(PROGRAM), *attention]
     subprocess.run([compiler, *FLAGS, f"-I{SOURCES}", *units, "-o", str(program)], check=True)
     ran = subprocess.run([emulator, str(program), "4"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr

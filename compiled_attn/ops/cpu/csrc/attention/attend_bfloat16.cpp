@@ -1,0 +1,28 @@
+// Attention with a cache in bfloat16.
+#include "attention/attend.h"
+
+namespace compiled_attn {
+namespace {
+
+template <class Decode>
+bool attend_with(const Args& args, int threads) {
+#if CA_HAS_TILES
+  if (args.tuning.prefill == kAmxTiles) return attend<Decode, PrefillKernelAmx>(args, threads);
+#endif
+#if CA_HAS_BF16_DOT
+  if (args.tuning.prefill <= kBf16Dot)
+    return attend<Decode, PrefillKernel<Bf16Units>>(args, threads);
+#endif
+  return attend<Decode, PrefillKernel<Float32Units<BFloat16>>>(args, threads);
+}
+
+}  // namespace
+
+bool attend_bfloat16(const Args& args, int threads) {
+#if CA_HAS_BF16_DOT
+  if (args.tuning.decode <= kBf16Dot) return attend_with<DecodeKernel<Bf16Dot>>(args, threads);
+#endif
+  return attend_with<DecodeKernel<Bf16Widen>>(args, threads);
+}
+
+}  // namespace compiled_attn

@@ -1,0 +1,71 @@
+"""A bundle in another process, which has no compiler, against the engine that it was made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compiled_attn import LLM
+from compiled_attn.bundle import write_bundle
+from compiled_attn.errors import ConfigError
+from tests.compiled_attn.bundle import served
+from tests.compiled_attn.bundle.conftest import PROMPTS, SHORT
+
+_NOT_LOADED = "transformers", "sympy", "triton", "torch._inductor", "torch._dynamo"
+_ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def answered(written) -> dict:
+    arguments = json.dumps([str(written.folder), PROMPTS, SHORT.max_new_tokens])
+    # No folder of programs: nothing can be built.
+    environment = os.environ | {"PATH": "", "PYTHONPATH": str(_ROOT)}
+    done = subprocess.run(
+        [sys.executable, served.__file__, arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_bundle_answers_as_the_engine_that_it_was_made_of(written, answered):
+    assert (answered["texts"], answered["chat"]) == (written.texts, written.chat)
+    assert answered["compiles"] == 0
+
+
+def test_a_bundle_loads_no_compiler_and_no_transformers(answered):
+    loaded = [
+        name
+        for name in answered["modules"]
+        if any(name == each or name.startswith(f"{each}.") for each in _NOT_LOADED)
+    ]
+    assert loaded == []
+
+
+def test_processes_share_the_weights(answered):
+    assert answered["copied"] == 0
+
+
+def test_an_existing_folder_stays(written, llm_of_host):
+    executor, tokenizer = llm_of_host.engine.executor, llm_of_host.tokenizer.of_transformers
+    before = sorted(written.folder.iterdir())
+    with pytest.raises(ConfigError, match="backend inductor on the CPU, got eager"):
+        write_bundle(executor, tokenizer, written.folder, "tiny")
+    assert sorted(written.folder.iterdir()) == before
+
+
+@pytest.fixture
+def llm_of_host(written) -> LLM:
+    from compiled_attn.engine import EngineConfig
+
+    config = EngineConfig(backend="eager", max_seqs=2, max_tokens_per_step=8, block_size=8)
+    with LLM(written.model, config) as llm:
+        yield llm
