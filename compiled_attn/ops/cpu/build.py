@@ -32,6 +32,7 @@ __all__ = [
 KERNELS = (
     "attention/paged_attention.cpp",
     "linear/packed_linear.cpp",
+    "linear/quantised_linear.cpp",
     "sampling/sample_tokens.cpp",
 )
 """Translation units compiled for an instruction set."""
