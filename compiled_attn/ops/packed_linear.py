@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
-    "Packing", "arrange", "as_int8", "as_packed", "can_pack", "can_quantise", "fake", "fake_all",
-    "fake_rows", "fake_swiglu", "fits_bf16", "is_packed", "pack", "pack_bf16", "quantise",
-    "reference", "reference_all", "reference_swiglu", "rows", "unpack",
+    "Packing", "arrange", "as_int8", "as_packed", "can_pack", "can_quantise", "check_swiglu",
+    "fake", "fake_all", "fake_rows", "fake_swiglu", "fits_bf16", "is_packed", "pack", "pack_bf16",
+    "quantise", "reference", "reference_all", "reference_swiglu", "rows", "unpack",
 ]  # fmt: skip
 
 _PANEL = 16
@@ -186,23 +186,24 @@ def reference_swiglu(
     Raises:
         ValueError: not two layers, or different numbers of outputs.
     """
-    _check_swiglu(weights)
+    check_swiglu("packed_swiglu", weights)
     gate, up = reference_all(input, weights, biases, scales)
     return (functional.silu(gate.float()) * up.float()).to(input.dtype)
 
 
 def fake_swiglu(input: Tensor, weights: Sequence[Tensor], *_: Sequence[Tensor]) -> Tensor:
     """Returns an empty result."""
-    _check_swiglu(weights)
+    check_swiglu("packed_swiglu", weights)
     return fake(input, weights[0])
 
 
-def _check_swiglu(weights: Sequence[Tensor]) -> None:
+def check_swiglu(op: str, weights: Sequence[Tensor]) -> None:
+    """Raises ValueError unless ``weights`` are two, with as many panels each."""
     outputs = [weight.shape[0] * _PANEL for weight in weights]
     if len(outputs) != 2 or outputs[0] != outputs[1]:
         raise ValueError(
-            "packed_swiglu: expected the weights of gate and up, with as many outputs each, got "
-            f"{outputs}: pass [gate, up]"
+            f"{op}: expected the weights of gate and up, with as many outputs each, "
+            f"got {outputs}: pass [gate, up]"
         )
 
 

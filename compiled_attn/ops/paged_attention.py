@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops import packed_linear, reference, sampling
+from compiled_attn.ops import packed_linear, quantised_linear, reference, sampling
 from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.calibration import load_or_calibrate
 from compiled_attn.ops.cpu.isa import available_isas, request_permission
@@ -108,6 +108,26 @@ class NativeOps:
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """See `packed_linear.rows`; ids ``[n]`` out of range are errors."""
         result: Tensor = self._ops.packed_rows(weight, ids)
+        return result
+
+    def quantised_linear(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See `quantised_linear.reference`."""
+        result: Tensor = self._ops.quantised_linear(*args, **kwargs)
+        return result
+
+    def quantised_linears(self, *args: Any) -> list[Tensor]:
+        """See `quantised_linear.reference_all`."""
+        results: list[Tensor] = self._ops.quantised_linears(*args)
+        return results
+
+    def quantised_swiglu(self, *args: Any) -> Tensor:
+        """See `quantised_linear.reference_swiglu`."""
+        result: Tensor = self._ops.quantised_swiglu(*args)
+        return result
+
+    def quantised_rows(self, *args: Any) -> Tensor:
+        """See `quantised_linear.reference_rows`; ids ``[n]`` out of range are errors."""
+        result: Tensor = self._ops.quantised_rows(*args)
         return result
 
     def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
@@ -323,10 +343,16 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "packed_linears": packed_linear.reference_all,
     "packed_swiglu": packed_linear.reference_swiglu,
     "packed_rows": packed_linear.rows,
+    "quantised_linear": quantised_linear.reference,
+    "quantised_linears": quantised_linear.reference_all,
+    "quantised_swiglu": quantised_linear.reference_swiglu,
+    "quantised_rows": quantised_linear.reference_rows,
     "sample_tokens": sampling.reference,
 }
 _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake, "paged_attention_": _fake_write, "packed_linear": packed_linear.fake,
     "packed_linears": packed_linear.fake_all, "packed_swiglu": packed_linear.fake_swiglu,
     "packed_rows": packed_linear.fake_rows, "sample_tokens": sampling.fake,
+    "quantised_linear": quantised_linear.fake, "quantised_linears": quantised_linear.fake_all,
+    "quantised_swiglu": quantised_linear.fake_swiglu, "quantised_rows": quantised_linear.fake_rows,
 }  # fmt: skip

@@ -34,6 +34,7 @@ KERNELS = (
     "attention/attend_bfloat16.cpp",
     "attention/paged_attention.cpp",
     "linear/packed_linear.cpp",
+    "linear/quantised_linear.cpp",
     "sampling/sample_tokens.cpp",
 )
 """Translation units compiled for an instruction set."""

@@ -98,6 +98,29 @@ constexpr std::size_t kPagedAttentionAddresses[] = {
 // Fails when a field is added: if it is an address, add it to the list.
 static_assert(sizeof(PagedAttentionArgs) == 424, "check kPagedAttentionAddresses");
 
+// How the groups of a quantised weight give `weight = scale * code - minimum`. `scales` and `steps`
+// have rows of 16 outputs; s, t: their elements. Without minimum, codes are signed: half of their
+// range is zero.
+enum GroupKind : int32_t {
+  kScale,         // scale s
+  kScaleMinimum,  // two rows of s: scale, minimum
+  kScaleZero,     // scale s, zero point t (uint8): minimum s * t
+  kSuperScale,    // scale s * t (int8)
+  kSuperBoth,     // two rows of both (uint8): scale and minimum, each s * t
+};
+
+// A quantised weight: codes of `bits` bits for blocks of 32 inputs of 16 outputs,
+// [size_out / 16, size_in / 32, 64 * bits] bytes, see linear/quantised_codes.h.
+struct QuantisedWeight {
+  const uint8_t* codes;
+  const void* scales;  // [size_out / 16, scale_groups, 1 or 2, 16] float16 or float32
+  const uint8_t* steps;  // [size_out / 16, step_groups, 1 or 2, 16] or null
+  int64_t scale_groups, step_groups;  // of equal size along the inputs
+  int32_t bits, kind;  // kind: a GroupKind
+  int32_t scales_are_float32;
+  int32_t int8_inputs;  // quantise inputs to int8, by row and 32 of them
+};
+
 // out = (input x weight^T) * scale + bias in bfloat16 or float32, accumulated in float32.
 struct PackedLinearArgs {
   const void* input;  // [rows, size_in], rows `input_row` elements apart
@@ -113,6 +136,16 @@ struct PackedLinearArgs {
   int32_t weight_is_bf16;  // under float32 inputs
   int32_t products;  // a DotKind
   int32_t prefetch_l1, prefetch_l1_once;  // see KernelTuning::linear_prefetch_l1
+  QuantisedWeight quantised;  // in place of weight and scale; codes null: not quantised
+};
+
+// Rows `ids` of a quantised weight, which must be in range.
+struct QuantisedRowsArgs {
+  QuantisedWeight weight;
+  const int64_t* ids;  // [count]
+  void* out;           // [count, size_in] float32 or bfloat16
+  int64_t count, size_in, size_out;
+  int64_t as_bfloat16;
 };
 
 // Words passed by `compiled_attn_call`, whatever the function takes: the buffer must be that long.
@@ -163,6 +196,12 @@ extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAtten
 // null. Returns kOk or kOutOfMemory.
 extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* layers,
                                                int64_t count, int32_t is_swiglu);
+
+// The same for layers of quantised weights, which share `int8_inputs`.
+extern "C" int32_t compiled_attn_quantised_linear(const compiled_attn::PackedLinearArgs* layers,
+                                                  int64_t count, int32_t is_swiglu);
+
+extern "C" void compiled_attn_quantised_rows(const compiled_attn::QuantisedRowsArgs* args);
 
 // Returns kOk or kOutOfMemory.
 extern "C" int32_t compiled_attn_sample_tokens(const compiled_attn::SampleTokensArgs* args);

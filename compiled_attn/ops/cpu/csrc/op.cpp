@@ -3,6 +3,7 @@
 
 #include "attention/attention_op.h"
 #include "linear/linear_ops.h"
+#include "linear/quantised_ops.h"
 #include "sampling/sample_tokens_op.h"
 #include "schema.h"
 
@@ -22,6 +23,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kPackedLinearsSchema);
   m.def(compiled_attn::kPackedSwigluSchema);
   m.def(compiled_attn::kPackedRowsSchema);
+  m.def(compiled_attn::kQuantisedLinearSchema);
+  m.def(compiled_attn::kQuantisedLinearsSchema);
+  m.def(compiled_attn::kQuantisedSwigluSchema);
+  m.def(compiled_attn::kQuantisedRowsSchema);
   m.def(compiled_attn::kSampleTokensSchema);
 }
 
@@ -32,5 +37,9 @@ STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("packed_linears", TORCH_BOX(&compiled_attn::packed_linears));
   m.impl("packed_swiglu", TORCH_BOX(&compiled_attn::packed_swiglu));
   m.impl("packed_rows", TORCH_BOX(&compiled_attn::packed_rows));
+  m.impl("quantised_linear", TORCH_BOX(&compiled_attn::quantised_linear));
+  m.impl("quantised_linears", TORCH_BOX(&compiled_attn::quantised_linears));
+  m.impl("quantised_swiglu", TORCH_BOX(&compiled_attn::quantised_swiglu));
+  m.impl("quantised_rows", TORCH_BOX(&compiled_attn::quantised_rows));
   m.impl("sample_tokens", TORCH_BOX(&compiled_attn::sample_tokens));
 }

@@ -40,6 +40,29 @@ constexpr const char* kPackedSwigluSchema =
 constexpr const char* kPackedRowsSchema =
     R"schema(packed_rows(Tensor weight, Tensor ids) -> Tensor)schema";
 
+constexpr const char* kQuantisedLinearSchema =
+    R"schema(quantised_linear(
+    Tensor input, Tensor codes, Tensor scales, Tensor steps, Tensor? bias=None,
+    bool int8_inputs=False
+  ) -> Tensor)schema";
+
+constexpr const char* kQuantisedLinearsSchema =
+    R"schema(quantised_linears(
+    Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] steps, Tensor[] biases,
+    bool int8_inputs
+  ) -> Tensor[])schema";
+
+constexpr const char* kQuantisedSwigluSchema =
+    R"schema(quantised_swiglu(
+    Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] steps, Tensor[] biases,
+    bool int8_inputs
+  ) -> Tensor)schema";
+
+constexpr const char* kQuantisedRowsSchema =
+    R"schema(quantised_rows(
+    Tensor codes, Tensor scales, Tensor steps, Tensor ids, bool as_bfloat16
+  ) -> Tensor)schema";
+
 constexpr const char* kSampleTokensSchema =
     R"schema(sample_tokens(
     Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform

@@ -103,7 +103,10 @@ inline void multiply(std::vector<PackedLinearArgs>& layers, bool is_swiglu) {
     layer.prefetch_l1 = tuning.linear_prefetch_l1;
     layer.prefetch_l1_once = tuning.linear_prefetch_l1_once;
   }
-  if (compiled_attn_packed_linear(layers.data(), int64_t(layers.size()), is_swiglu) != kOk) {
+  const auto kernel = !layers.empty() && layers[0].quantised.codes
+                          ? compiled_attn_quantised_linear
+                          : compiled_attn_packed_linear;
+  if (kernel(layers.data(), int64_t(layers.size()), is_swiglu) != kOk) {
     fail("scratch memory", "none", "free memory");
   }
 }
@@ -113,10 +116,7 @@ inline void replay_linear(const int64_t* words) {
   words += 2;
   std::vector<PackedLinearArgs> layers;
   for (int64_t i = 0; i < count; ++i) layers.push_back(read_args<PackedLinearArgs>(words));
-  in_op(is_swiglu    ? "packed_swiglu"
-        : count > 1 ? "packed_linears"
-                    : "packed_linear",
-        [&] { multiply(layers, is_swiglu); });
+  in_op("a replayed layer", [&] { multiply(layers, is_swiglu); });
 }
 
 inline void multiply_and_record(std::vector<PackedLinearArgs>& layers, bool is_swiglu = false) {
@@ -126,8 +126,30 @@ inline void multiply_and_record(std::vector<PackedLinearArgs>& layers, bool is_s
     recorder->begin(replay_linear), recorder->put(int64_t(layers.size())), recorder->put(is_swiglu);
     for (const auto& layer : layers)
       recorder->put(layer, {offsetof(A, input), offsetof(A, weight), offsetof(A, scale),
-                         offsetof(A, bias), offsetof(A, out)});
+                            offsetof(A, bias), offsetof(A, out), offsetof(A, quantised.codes),
+                            offsetof(A, quantised.scales), offsetof(A, quantised.steps)});
   }
+}
+
+// The outputs of each layer of one input.
+inline std::vector<Tensor> multiply_all(const Tensor& input, std::vector<PackedLinearArgs> layers) {
+  if (layers.empty()) fail("weights of at least one layer", "none", "pass them as a list");
+  std::vector<Tensor> outs;
+  for (auto& layer : layers) outs.push_back(room_for(input, layer));
+  multiply_and_record(layers);
+  return outs;
+}
+
+// silu(first) * second
+inline Tensor multiply_swiglu(const Tensor& input, std::vector<PackedLinearArgs> layers) {
+  if (layers.size() != 2)
+    fail("the weights of gate and up", text(layers.size()), "pass [gate, up]");
+  if (layers[0].size_out != layers[1].size_out)
+    fail(text("as many outputs as the gate, ", layers[0].size_out), text(layers[1].size_out),
+         "pass two layers of the same sizes");
+  Tensor out = room_for(input, layers[0]);
+  multiply_and_record(layers, true);
+  return out;
 }
 
 inline Tensor packed_linear(Tensor input, Tensor weight, OptionalTensor bias,
@@ -165,35 +187,25 @@ inline std::vector<PackedLinearArgs> layers_of(const Tensor& input,
 inline std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
                                           std::vector<Tensor> biases, std::vector<Tensor> scales) {
   return in_op("packed_linears", [&] {
-    if (weights.empty()) fail("weights of at least one layer", "none", "pass them as a list");
-    auto layers = layers_of(input, weights, biases, scales);
-    std::vector<Tensor> outs;
-    for (auto& layer : layers) outs.push_back(room_for(input, layer));
-    multiply_and_record(layers);
-    return outs;
+    return multiply_all(input, layers_of(input, weights, biases, scales));
   });
 }
 
 inline Tensor packed_swiglu(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases,
-                           std::vector<Tensor> scales) {
+                            std::vector<Tensor> scales) {
   return in_op("packed_swiglu", [&] {
-    if (weights.size() != 2)
-      fail("the weights of gate and up", text(weights.size()), "pass [gate, up]");
-    auto layers = layers_of(input, weights, biases, scales);
-    if (layers[0].size_out != layers[1].size_out)
-      fail(text("as many outputs as the gate, ", layers[0].size_out), text(layers[1].size_out),
-           "pass two layers of the same sizes");
-    Tensor out = room_for(input, layers[0]);
-    multiply_and_record(layers, true);
-    return out;
+    return multiply_swiglu(input, layers_of(input, weights, biases, scales));
   });
+}
+
+inline void check_row(int64_t id, int64_t rows) {
+  if (id >= 0 && id < rows) return;
+  fail(text("ids in 0..", rows - 1), std::to_string(id), "look up rows of the weight");
 }
 
 inline void look_up(const PackedRowsArgs& args) {
   int64_t bad = 0;
-  if (copy_packed_rows(args, bad)) return;
-  fail(text("ids in 0..", args.panels * kRowsOfPanel - 1), std::to_string(bad),
-       "look up rows of the weight");
+  if (!copy_packed_rows(args, bad)) check_row(bad, args.panels * kRowsOfPanel);
 }
 
 inline void replay_rows(const int64_t* words) {

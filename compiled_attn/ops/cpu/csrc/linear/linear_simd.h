@@ -19,6 +19,7 @@ struct Bf16DotProducts {
   static constexpr int64_t kFewRows = 64;
   using Weights = BFloat16x2;
   static CA_INLINE Weights weights(const BFloat16* at) { return in_register(load_bf16x2(at)); }
+  static CA_INLINE Weights weights(Ints pairs) { return (Weights)pairs; }
   static CA_INLINE Floats added(Floats sum, Weights weights, const BFloat16* inputs) {
     return dot_bf16(sum, broadcast_bf16x2(inputs), weights);
   }
@@ -38,8 +39,8 @@ struct WidenProducts {
   struct Weights {
     Floats first, second;
   };
-  static CA_INLINE Weights weights(const BFloat16* at) {
-    const Ints pairs = load_as<Ints>(at);
+  static CA_INLINE Weights weights(const BFloat16* at) { return weights(load_as<Ints>(at)); }
+  static CA_INLINE Weights weights(Ints pairs) {
     return {bit_cast<Floats>(pairs << 16), bit_cast<Floats>(pairs & int32_t(0xffff0000))};
   }
   static CA_INLINE Floats added(Floats sum, const Weights& weights, const float* inputs) {
