@@ -17,7 +17,6 @@ def start(options: argparse.Namespace) -> Serve:
     """A context of 16 sequences; keys and values are float32 with float32 weights, else 16 bits."""
     import llama_cpp as lib
 
-    lib.llama_log_set(lib.llama_log_callback(lambda *_: None), None)
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(
         str(options.model).encode(), lib.llama_model_default_params()
