@@ -136,7 +136,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--paged-attention-interface",
         metavar="NAME",
-        help="its signature; default: by its parameters",
+        help="its signature, or MODULE:CLASS of your own; default: by its parameters",
     )
     group.addoption(
         "--paged-attention-device",

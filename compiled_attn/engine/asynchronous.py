@@ -82,7 +82,9 @@ class AsyncEngine:
     """Serves requests from any thread and coroutine, in a thread that owns an `Engine`.
 
     An error of one request ends that request. An error of the engine itself (a step that fails)
-    ends the service: every open request and later `submit` gets it. A forked process has no engine.
+    ends the service: every open request and later `submit` gets an `EngineStopped` that names it;
+    so does `CorruptCache` of the sanitizer, its ``__cause__``, since the bug may have reached other
+    requests. A forked process has no engine.
 
     Args:
         engine: not used by anything else until this has stopped. It is warmed up in its thread if

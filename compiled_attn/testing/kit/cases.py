@@ -64,10 +64,19 @@ class Plan:
         rows = self.rows((1, size + 2), (5, 5), (1, 1), (4, 2 * size + 1), (2, max(2, size)))
         return self.base.replace(requests=rows, **fields)
 
+    def equal_weights(self, **fields: object) -> Step:
+        """Decodes whose outputs are weights, powers of two that are exact in each dtype."""
+        length = max(16, 1 << (2 * self.size - 1).bit_length())
+        requests = (1, length), (1, length // 2), (1, length)
+        return self.base.replace(requests=requests, spread=0.0, units=True, **fields)
+
     def general(self, **fields: object) -> Step:
         """The step with the most kinds of requests that are claimed."""
         return self.mixed(**fields) if self.has("mixed") else self.chunks(**fields)
 
+
+_LARGE_CACHE = 2**26
+"""Bytes of a cache with large block ids."""
 
 Steps = Callable[[Plan], Iterator[Step]]
 Sizes = Literal["every", "each", "first"]
@@ -109,6 +118,14 @@ def _case(
     return add
 
 
+# The first, as an op may change something in its first call only.
+@_case("a call leaves torch's global settings and default generators as they are",
+       check=checks.state)  # fmt: skip
+def global_state(plan: Plan) -> Iterator[Step]:
+    yield plan.decodes()
+    yield plan.general()
+
+
 @_case("a decode attends to all keys of its request", sizes="every")
 def decode(plan: Plan) -> Iterator[Step]:
     lengths = (max(1, plan.size - 1), max(1, plan.size // 2), max(1, plan.size - 2))
@@ -138,6 +155,11 @@ def block_borders(plan: Plan) -> Iterator[Step]:
     yield plan.base.replace(requests=tuple((1, length) for length in sorted(lengths)))
 
 
+@_case("a softmax over equal scores gives each key the same weight")
+def weights(plan: Plan) -> Iterator[Step]:
+    yield plan.equal_weights()
+
+
 @_case("scores are multiplied by the scale that is passed")
 def scale(plan: Plan) -> Iterator[Step]:
     yield plan.decodes(scale=0.11)
@@ -153,6 +175,19 @@ def long_context(plan: Plan) -> Iterator[Step]:
     # Apart from short ones, whose larger numbers would allow larger errors.
     yield plan.base.replace(requests=((1, 1100), (1, 1037)))
     yield plan.base.replace(requests=((1, 513), (1, 5)))
+
+
+@_case("large block ids are exact: above 32,767, or as many as 64 MiB hold", sizes="first")
+def large_ids(plan: Plan) -> Iterator[Step]:
+    claims = plan.claims
+    small = plan.base.replace(
+        dtype=min(claims.dtypes, key=lambda dtype: dtype.itemsize), kv_heads=1,
+        heads=plan.base.heads // plan.base.kv_heads, head_dim=min(claims.head_dims),
+        block_size=min(claims.block_sizes),
+    )  # fmt: skip
+    block = small.block_size * small.head_dim * small.dtype.itemsize
+    size, first = small.block_size, min(2**15, _LARGE_CACHE // block)
+    yield small.replace(requests=((1, 2 * size + 1), (1, size)), first_block=first)
 
 
 @_case("each query of a chunk sees the keys up to its own position", "chunked")
@@ -211,6 +246,7 @@ def window(plan: Plan) -> Iterator[Step]:
     for width in (1, 3, plan.size, plan.size + 1, 1000):
         yield plan.general(window=width)
     yield plan.general(window=5, unowned=math.nan)
+    yield plan.equal_weights(window=8)
 
 
 @_case("scores are capped", "softcap")

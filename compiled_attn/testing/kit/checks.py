@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from compiled_attn.testing.kit.replay import same_buffers
 from compiled_attn.testing.kit.scene import Scene
+from compiled_attn.testing.kit.settings import changed, settings, unchanged
 from compiled_attn.testing.kit.step import Step
 from compiled_attn.testing.kit.tensors import bits, tensors_in
 from compiled_attn.testing.kit.trial import Call, Measured, Mismatch, Trial, raised, restore
 from graphs.capture.contract import Backend
 
-__all__ = ["Check", "again", "inputs", "neighbours", "replay", "values", "written"]
+__all__ = ["Check", "again", "inputs", "neighbours", "replay", "state", "values", "written"]
 
 Check = Callable[[Trial, Step], Measured]
 """Checks a step; raises `Mismatch`."""
@@ -28,6 +30,19 @@ def values(trial: Trial, step: Step) -> Measured:
     call = trial.call(step)
     want, allowed = trial.want(call)
     return trial.compare(call, trial.run(call), want, allowed)
+
+
+def state(trial: Trial, step: Step) -> Measured:
+    """Torch's global settings and default generators are the same after a call."""
+    call, found = trial.call(step), None
+    with torch.no_grad(), unchanged(trial.device):
+        before = settings(trial.device)
+        with contextlib.suppress(Exception, SystemExit):  # of which other cases are
+            trial.op(*call.args, **call.kwargs)
+        found = changed(before, settings(trial.device))
+    if found is not None:
+        raise Mismatch(found)
+    return Measured()
 
 
 def neighbours(trial: Trial, step: Step) -> Measured:
@@ -128,7 +143,8 @@ def _twice(
     first, other = trial.call(step), trial.call(step.changed())
     saved, changes = bits(first.inputs), [each.clone() for each in tensors_in(other.inputs)]
     (want, allowed), (new_want, new_allowed) = trial.want(first), trial.want(other)
-    run, note = captured(first)
+    with unchanged(trial.device):
+        run, note = captured(first)
     restore(saved, first.inputs)
     measured = trial.compare(first, _replayed(trial, run, first), want, allowed)
     for tensor, new in zip(tensors_in(first.inputs), changes, strict=True):
@@ -147,7 +163,8 @@ def _twice(
 
 def _replayed(trial: Trial, run: Callable[[], Any], call: Call) -> tuple[Tensor, Tensor | None]:
     try:
-        returned = run()
+        with unchanged(trial.device):
+            returned = run()
     except (Exception, SystemExit) as error:
         raise Mismatch(raised(error)) from error
     return trial.results(returned, call)

@@ -24,7 +24,9 @@ def test(
     ] = None,
     interface: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Signature of the op; default: by its parameters."),
+        typer.Option(
+            metavar="NAME", help="Signature, or MODULE:CLASS of your own; default: by parameters."
+        ),
     ] = None,
     claims: Annotated[
         str | None, typer.Option(metavar="A,B", help="Features to test instead of the declared.")
@@ -93,8 +95,8 @@ def test(
         json_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     if html_file is not None:
         html_file.write_text(report.to_html())
-    if script_file is not None and report.script is not None:
-        script_file.write_text(report.script)
+    if script_file is not None and not report.ok:
+        script_file.write_text(report.script_in(script_file.parent))
         typer.echo(f"smallest failing case: python {script_file}")
     return 0 if report.ok else FAILED
 

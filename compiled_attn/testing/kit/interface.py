@@ -24,8 +24,9 @@ class Interface(ABC):
 
     To test another signature, subclass it, set ``name``, ``features``, ``parameters`` and
     ``reference``, define `arguments` and `results`, and pass the class to `check` as
-    ``interface=``. The script of a failing case contains the source of `arguments` and `results`,
-    so they are static methods, use torch only and import anything else inside.
+    ``interface=``, or its name as ``--interface module:Class``. The script of a failing case
+    contains the source of these three and of what they name in their module, so `arguments` and
+    `results` are static methods, and none is a lambda.
 
     Attributes:
         name: name in reports.

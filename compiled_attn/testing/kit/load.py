@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_attn.testing.capabilities import CapabilityError
+from compiled_attn.testing.kit.interface import Interface
 from compiled_attn.testing.kit.subject import Subject
 from graphs.installation import install_command
 
@@ -20,11 +21,12 @@ def find(
 
     Args:
         op: a callable; with ``name()`` it is called, and its result is tested.
-        interface: name of its interface; None: by its parameters.
+        interface: name of its interface, or ``module:Class`` or ``file.py:Class`` of one; None: by
+            its parameters.
         changes: fields of `Capabilities` that replace the declared ones.
 
     Raises:
-        CapabilityError: it cannot be imported, or as `Subject.of`.
+        CapabilityError: the class is no `Interface`, an extra is missing, or as `Subject.of`.
         UserError: the module raises on import, or lacks the name.
     """
     try:
@@ -32,7 +34,16 @@ def find(
     except ImportError as error:
         raise CapabilityError(f"this needs {error.name}: {install_command('cli')}") from error
     target = load_target(op)
+    kind: str | type[Interface] | None = interface
+    if interface is not None and ":" in interface:
+        own: Any = load_target(interface).callable
+        if not (isinstance(own, type) and issubclass(own, Interface)):
+            raise CapabilityError(
+                f"interface: expected a subclass of compiled_attn.testing.Interface, got "
+                f"{interface}: name the class itself"
+            )
+        kind = own
     source, _, name = op.rpartition(":")
     if source.endswith(".py"):
         source = str(Path(source).resolve())
-    return Subject.of(target.callable, None, interface, f"{source}:{name}", changes, target.module)
+    return Subject.of(target.callable, None, kind, f"{source}:{name}", changes, target.module)

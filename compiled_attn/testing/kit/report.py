@@ -6,6 +6,7 @@ import html
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,12 +72,15 @@ class Report:
 
     @property
     def script(self) -> str | None:
-        """A script of the smallest failing case that needs only torch and the op, or None."""
-        if self.ok:
-            return None
-        result = self.failed[0]
-        assert result.step is not None
-        return script(self.subject, result)
+        """A script of the smallest failing case that needs only torch and the op, or None.
+
+        It imports the op relative to the current folder, where it is to be saved.
+        """
+        return None if self.ok else self.script_in(Path.cwd())
+
+    def script_in(self, folder: Path) -> str:
+        """Returns `script` for another folder; raises IndexError if no case failed."""
+        return script(self.subject, self.failed[0], folder)
 
     @property
     def rows(self) -> list[Row]:

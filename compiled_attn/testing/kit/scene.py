@@ -11,9 +11,19 @@ from typing import Any
 import torch
 
 from compiled_attn.testing.kit.step import QUANTISED, Step
-from compiled_attn.testing.kit.tensors import filled, ints, normal, padded, uniform, widened
+from compiled_attn.testing.kit.tensors import (
+    filled,
+    ints,
+    normal,
+    padded,
+    uniform,
+    units,
+    widened,
+)
 
 __all__ = ["Expression", "Scene"]
+
+_VALUES = 5  # of the seeds of a step
 
 
 @dataclass(frozen=True)
@@ -101,8 +111,8 @@ class Scene:
     def _tables(self) -> tuple[list[list[int]], int]:
         """Returns shuffled block tables, with the largest id and stale entries, and num_blocks."""
         s, rng = self.step, random.Random(self.step.seed)
-        num_blocks = 3 + len(self.sizes) * s.width
-        free = rng.sample(range(1, num_blocks), num_blocks - 1)
+        num_blocks = s.first_block + 2 + len(self.sizes) * s.width
+        free = rng.sample(range(s.first_block, num_blocks), num_blocks - s.first_block)
         largest = free.index(num_blocks - 1)
         free[largest], free[-1] = free[-1], free[largest]
         prefix = [free.pop() for _ in range(s.shared)]
@@ -138,9 +148,9 @@ class Scene:
             "strided": s.strided, "counts": [rows for rows, _ in self.sizes],
             "query": self._rows(1, s.heads, s.head_dim, s.spread),
             "key": self._rows(2, s.kv_heads, s.head_dim),
-            "value": None if s.latent else self._rows(3, s.kv_heads, value_dim),
+            "value": None if s.latent else self._values(value_dim),
             "key_cache": self._cache(4, s.head_dim, 1.0),
-            "value_cache": None if s.latent else self._cache(5, value_dim, 1.0),
+            "value_cache": None if s.latent else self._cache(_VALUES, value_dim, 1.0),
             "key_scale": self._scales(6, 1.0), "value_scale": self._scales(7, 1.5),
             "k_scale": 0.03, "v_scale": 0.05,
             "block_table": Expression(ints, (self.tables, s.index), self._wide(1)),
@@ -177,6 +187,30 @@ class Scene:
             return Expression(normal, rows, self._wide(1))
         return Expression(padded, (Expression(normal, rows), self.tokens), self._wide(1))
 
+    def _values(self, dim: int) -> Expression:
+        """Values of the query rows."""
+        if not self.step.units:
+            return self._rows(3, self.step.kv_heads, dim)
+        rows = [
+            self._elements(request, position, dim)
+            for request, (count, keys) in enumerate(self.sizes)
+            for position in range(keys - count, keys)
+        ]
+        rows += [[-1] * self.step.kv_heads] * self.step.padding
+        return Expression(units, (rows, dim, self.step.dtype), self._wide(1))
+
+    def _elements(self, request: int, position: int, dim: int) -> list[int]:
+        """The element of each KV head that is not zero in the value of a key; -1: none.
+
+        Each head has ``dim`` keys with a value: head h of request r the group ``r * Hk + h`` of
+        keys, of the last request the group h from the end.
+        """
+        heads, (_, keys) = range(self.step.kv_heads), self.sizes[request]
+        group, element = divmod(position, dim)
+        last = (keys - 1) // dim if request == len(self.sizes) - 1 else None
+        groups = [request * len(heads) + h if last is None else last - h for h in heads]
+        return [element if group == each else -1 for each in groups]
+
     def _cache(self, which: int, dim: int, spread: float) -> Expression:
         """A cache whose used slots are random; with ``append`` the call's new slots are unused."""
         s = self.step
@@ -185,6 +219,11 @@ class Scene:
         shape = (self.num_blocks, s.block_size, s.kv_heads, dim)
         size = {"int8": 25.0, "fp8_e4m3": 30.0}.get(s.cache or "", 20.0) if s.cache else spread
         rows = Expression(normal, (self._seed(which), (len(owned), *shape[2:]), dtype, size))
+        if s.units and which == _VALUES:
+            keys = {at: (request, position) for request, slots in enumerate(self.owned)
+                    for position, at in enumerate(slots)}  # fmt: skip
+            elements = [self._elements(*keys[at], dim) for at in owned]
+            rows = Expression(units, (elements, dim, dtype))
         at = [block for block, _ in owned], [slot for _, slot in owned]
         return Expression(filled, (shape, s.unowned, at, rows), 1 if s.gaps else self._wide(2))
 

@@ -5,27 +5,30 @@ It contains the functions of the kit that it calls, as they are, so it computes 
 
 from __future__ import annotations
 
-import ast
-import dis
-import inspect
+import math
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from math import inf, nan
 from pathlib import Path
-from types import CodeType
+from types import SimpleNamespace
 from typing import Any
 
-from compiled_attn.testing.kit.interface import Interface
+import torch
+from torch import Tensor
+
 from compiled_attn.testing.kit.result import Result
 from compiled_attn.testing.kit.scene import Expression, Scene
+from compiled_attn.testing.kit.settings import changed, settings
+from compiled_attn.testing.kit.sources import Sources
 from compiled_attn.testing.kit.step import Step
 from compiled_attn.testing.kit.subject import Subject
 from compiled_attn.testing.kit.tensors import bits, tensors_in, widened
 from compiled_attn.testing.kit.trial import difference
 
 __all__ = ["script"]
-
-_OURS = "compiled_attn.testing"
 
 _HEAD = '''\
 """{title}
@@ -37,9 +40,11 @@ Written by `python -m compiled_attn.testing`; runs alone, and exits with 1 while
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from math import inf, nan
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +54,7 @@ from torch import Tensor
 {op}
 
 DEVICE = {device!r}
-ALLOWED, ALLOWED_LSE = {allowed!r}  # derived from plain torch in the op's dtype
+ALLOWED, ALLOWED_LSE = {allowed!r}  # of each row, from plain torch in the op's dtype
 REAL = {real}  # query rows that belong to a request
 
 '''
@@ -58,7 +63,7 @@ _VALUES = """
 s = step()
 args, kwargs = arguments(s)
 want, want_lse = expected(args, kwargs)
-compare(called(args, kwargs), want, want_lse)
+compare(s, called(args, kwargs), want, want_lse)
 """
 
 _NEIGHBOURS = """
@@ -88,7 +93,7 @@ args, kwargs = arguments(s)
 got = called(args, kwargs)
 now = [each.clone() for each in tensors_in((args[OUTPUTS:], kwargs))]
 if ALLOWED:
-    compare(got, want, want_lse)
+    compare(s, got, want, want_lse)
 for number, (a, b) in enumerate(zip(right, now)):
     if bits(a)[0].ne(bits(b)[0]).any():
         fail(f"tensor {number} of the arguments, {a.dtype} {[*a.shape]}, differs after the call")
@@ -117,12 +122,34 @@ if CAPTURED:
 run()
 for tensor, value in zip(tensors_in((args, kwargs)), new):
     tensor.copy_(value)
-compare(results(run(), args), want, want_lse)
+compare(s, results(run(), args), want, want_lse)
 """
 
-_TAIL = """
+_STATE = """
+args, kwargs = arguments(step())
+with torch.no_grad():
+    before = settings(DEVICE)
+    op(*args, **kwargs)
+    found = changed(before, settings(DEVICE))
+if found is not None:
+    fail(found)
+"""
 
-print("the case passes")
+_HEADER: dict[str, Any] = {
+    "math": math, "sys": sys, "inf": inf, "nan": nan, "SimpleNamespace": SimpleNamespace,
+    "Any": Any, "torch": torch, "Tensor": Tensor,
+}  # fmt: skip
+_RESERVED = {
+    "importlib", "Path", "op", "step", "other_step", "fail", "called", "expected", "compare",
+    "main", "arguments", "results", "DEVICE", "ALLOWED", "ALLOWED_LSE", "REAL", "NEIGHBOURS",
+    "CACHES", "OUTPUTS", "CAPTURED",
+}  # fmt: skip
+
+_TAIL = """\
+    print("the case passes")
+
+
+main()
 """
 
 _HELPERS = '''
@@ -143,7 +170,7 @@ def expected(args, kwargs):
     return results(returned, (returned,))
 
 
-def compare(got, want, want_lse):
+def compare(s, got, want, want_lse):
     found = difference(got[0][REAL], want[REAL], ALLOWED, "out")
     if found is None and s.lse:
         found = difference(got[1][REAL], want_lse[REAL], ALLOWED_LSE, "lse")
@@ -155,8 +182,14 @@ def compare(got, want, want_lse):
 '''
 
 
-def script(subject: Subject, result: Result) -> str:
-    """Returns the script of a failed result; ``subject.source`` says how the op is imported."""
+def script(subject: Subject, result: Result, folder: Path | None = None) -> str:
+    """Returns the script of a failed result; ``subject.source`` says how the op is imported.
+
+    Args:
+        subject: the op.
+        result: a failed result.
+        folder: where the script will be; None: the current folder.
+    """
     step, name = result.step, result.case.check.__name__
     check = "replay" if name == "again" else name
     assert step is not None
@@ -164,10 +197,11 @@ def script(subject: Subject, result: Result) -> str:
     scene = Scene(step, interface.rows != "any")
     call = trial.call(step)
     allowed = trial.want(call)[1]
-    body = {"values": _VALUES, "neighbours": _NEIGHBOURS, "replay": _REPLAY}.get(check, _MEMORY)
+    bodies = {"values": _VALUES, "neighbours": _NEIGHBOURS, "replay": _REPLAY, "state": _STATE}
+    body = bodies.get(check, _MEMORY)
     first = f"{result.case.name}: a kernel must guarantee that {result.case.guarantee}"
     device = subject.claims.device
-    functions: list[Callable[..., Any]] = [interface.reference, difference]
+    functions: list[Callable[..., Any]] = [difference]
     data = [_builder("step", scene, device)]
     if check == "replay":
         data.append(_builder("other_step", Scene(step.changed(), interface.rows != "any"), device))
@@ -176,31 +210,44 @@ def script(subject: Subject, result: Result) -> str:
         data.append(f"CAPTURED = {not result.message.startswith('called again')}\n")
     if check == "neighbours":
         data.append(_others(scene, step))
+    if check == "state":
+        functions += [changed, settings]
     if body is _MEMORY:
         data.append(f"OUTPUTS = {interface.outputs}  # leading arguments that are outputs\n")
         functions += [bits, tensors_in]
     head = _HEAD.format(
         title=textwrap.fill(f"{first}; {subject.name} does not.", 96),
         message=textwrap.fill(result.message, 96),
-        op=_import(subject.source), device=device, allowed=allowed, real=scene.real,
+        op=_import(subject.source, folder or Path.cwd()), device=device, allowed=allowed,
+        real=scene.real,
     )  # fmt: skip
-    text = "\n".join(_sources([*functions, *_functions_of(scene)], interface))
-    helpers = _HELPERS.format(reference=interface.reference.__name__)
-    whole = "\n".join([head, *data, text, helpers, body.strip("\n"), _TAIL.strip("\n"), ""])
+    sources = Sources(_RESERVED, _HEADER)
+    for each in (*functions, *_functions_of(scene)):
+        sources.add(each)
+    reference = sources.add(interface.reference)
+    for method in (interface.arguments, interface.results):
+        sources.add(method, "arguments" if method is interface.arguments else "results")
+    helpers = _HELPERS.format(reference=reference)
+    main = f"def main() -> None:{textwrap.indent(body, '    ')}{_TAIL}"
+    whole = "\n".join([head, *data, *sources.texts(), helpers, main])
     return re.sub(r"\n{4,}", "\n\n\n", whole)
 
 
-def _import(source: str | None) -> str:
+def _import(source: str | None, folder: Path) -> str:
     if source is None:
         return "op = ...  # the op under test: import it here"
     module, _, name = source.rpartition(":")
-    first, *rest = name.removesuffix("()").split(".")
-    tail = "".join(f".{each}" for each in rest) + "()" * name.endswith("()")
-    before = ""
-    if module.endswith(".py"):
-        before = f"sys.path.insert(0, {str(Path(module).parent)!r})\n"
-        module = Path(module).stem
-    return f"{before}from {module} import {first}\n\nop = {first}{tail}  # the op under test"
+    home = Path(module).parent if module.endswith(".py") else Path.cwd()
+    before, first = "", home / module.partition(".")[0]
+    if module.endswith(".py") or first.is_dir() or first.with_suffix(".py").is_file():
+        place = os.path.relpath(home, folder.resolve())
+        module = Path(module).stem if module.endswith(".py") else module
+        tail = "" if place == "." else f" / {place!r}"
+        before = (
+            f"# The folder of {module}, from that of this script.\n"
+            f"sys.path.insert(0, str(Path(__file__).resolve().parent{tail}))\n"
+        )
+    return f"{before}op = importlib.import_module({module!r}).{name}  # the op under test"
 
 
 def _builder(name: str, scene: Scene, device: str) -> str:
@@ -247,47 +294,3 @@ def _functions_of(scene: Scene) -> Iterator[Callable[..., Any]]:
         yield from walk(value)
     if scene.step.strided or scene.step.gaps:
         yield widened
-
-
-def _sources(functions: list[Callable[..., Any]], interface: type[Interface]) -> Iterator[str]:
-    """Sources of functions and of all functions and constants of the kit that they name."""
-    found: dict[str, str] = {}
-
-    def add(function: Any) -> None:
-        if function.__name__ in found:
-            return
-        found[function.__name__] = ""  # before what it names, which may name it
-        for name in _names(function.__code__):
-            used = function.__globals__.get(name)
-            module = getattr(used, "__module__", "") or ""
-            if inspect.isfunction(used) and module.startswith(_OURS):
-                add(used)
-            elif name.isupper() and name in function.__globals__ and name not in found:
-                found[name] = f"{name} = {used!r}\n\n"
-        text = _first_line_of_docstring(textwrap.dedent(inspect.getsource(function)))
-        text = re.sub(r"  # (type: ignore.*|fmt: skip)$", "", text, flags=re.MULTILINE)
-        text = text.removeprefix("@staticmethod\n")
-        # Last, so that a function is below those that it calls.
-        found.pop(function.__name__)
-        found[function.__name__] = f"\n{text}\n"
-
-    for each in (*functions, interface.arguments, interface.results):
-        add(each)
-    for text in found.values():
-        yield text.replace(" -> Arguments:", ":")
-
-
-def _first_line_of_docstring(source: str) -> str:
-    """Shortens the docstring of a function to its first line; drops "See `Interface.results`."."""
-    text = ast.get_docstring(ast.parse(source).body[0], clean=False)  # type: ignore[arg-type]
-    first = (text or "").partition("\n")[0]
-    if first.startswith("See `"):
-        return source.replace(f'    """{text}"""\n', "", 1)
-    return source.replace(text, first, 1) if text else source
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

@@ -52,7 +52,7 @@ def _smaller(subject: Subject, step: Step) -> Iterator[Step]:
     plain = Step(())
     for name in ("alibi", "sinks", "softcap", "window", "strided", "gaps", "cache", "shared",
                  "padding", "padded_requests", "lse", "rotary", "scale", "spread", "latent",
-                 "value_dim", "causal", "index", "room"):  # fmt: skip
+                 "value_dim", "causal", "index", "room", "units", "first_block"):  # fmt: skip
         if getattr(step, name) != getattr(plain, name) and not (
             name == "value_dim" and step.latent
         ):
@@ -77,6 +77,8 @@ def _smaller(subject: Subject, step: Step) -> Iterator[Step]:
     if step.window is not None and step.window > 1:
         yield step.replace(window=step.window // 2)
         yield step.replace(window=step.window - 1)
+    if step.first_block > 1:
+        yield step.replace(first_block=step.first_block // 2)
     if step.seed:
         yield step.replace(seed=0)
 

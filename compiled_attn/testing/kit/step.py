@@ -45,6 +45,8 @@ class Step:
         padded_requests: padding rows of the batch.
         unowned: value of cache slots that belong to no request.
         spread: standard deviation of queries; that of keys and values is 1.
+        units: values are zero, but for an element of its own for each of many keys.
+        first_block: smallest block id, apart from null block 0.
         room: columns of the block table; None: one more than the longest request needs.
         seed: seed of all random numbers.
     """
@@ -75,6 +77,8 @@ class Step:
     padded_requests: int = 0
     unowned: float = JUNK
     spread: float = 1.0
+    units: bool = False
+    first_block: int = 1
     room: int | None = None
     seed: int = 0
 

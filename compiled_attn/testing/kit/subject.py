@@ -127,7 +127,7 @@ def _interface(
     got = "any arguments" if parameters is None else f"({', '.join(parameters)})"
     raise CapabilityError(
         f"{name}: expected the signature of one of {', '.join(INTERFACES)}, got {got}: wrap it in "
-        "a function that has it, or name the interface (--interface)"
+        "a function that has it, or name the interface (--interface NAME or MODULE:CLASS)"
     )
 
 

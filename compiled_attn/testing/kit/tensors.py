@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "filled", "ints", "normal", "padded", "tensors_in", "uniform", "widened"]
+__all__ = [
+    "bits",
+    "filled",
+    "ints",
+    "normal",
+    "padded",
+    "tensors_in",
+    "uniform",
+    "units",
+    "widened",
+]
 
 
 def normal(seed: int, shape: Sequence[int], dtype: torch.dtype, spread: float = 1.0) -> Tensor:
@@ -24,6 +34,13 @@ def uniform(seed: int, shape: Sequence[int], least: float, most: float) -> Tenso
     """Returns uniform random float32 numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(*shape, generator=generator) * (most - least) + least
+
+
+def units(elements: Sequence[Sequence[int]], dim: int, dtype: torch.dtype) -> Tensor:
+    """Returns rows ``[n, heads, dim]`` of zeros with one other element each, or none for -1."""
+    at = torch.tensor(elements, dtype=torch.int64).unsqueeze(-1)
+    # 255 / 128 is the last number before 2 in bfloat16: an error of 1 % moves it by more than eps.
+    return (torch.arange(dim).eq(at) * 1.9921875).to(dtype)
 
 
 def ints(values: Any, dtype: torch.dtype) -> Tensor:

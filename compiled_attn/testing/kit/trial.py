@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from compiled_attn.arguments import overlap
 from compiled_attn.testing.capabilities import CapabilityError
 from compiled_attn.testing.kit.interface import Interface
 from compiled_attn.testing.kit.scene import Scene
+from compiled_attn.testing.kit.settings import unchanged
 from compiled_attn.testing.kit.step import Step
 from compiled_attn.testing.kit.tensors import bits, tensors_in
 from graphs.errors import clipped
@@ -56,22 +57,38 @@ class Measured(NamedTuple):
         return worse._replace(note=self.note or other.note)
 
 
-def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype) -> float:
-    """Returns the maximum allowed error of float64 results ``want``.
+def tolerance(
+    want: Tensor, low: Tensor, requests: Sequence[range], dtype: torch.dtype, least: float = 0.0
+) -> list[float]:
+    """Returns the maximum allowed error of each row of float64 results ``want``.
 
-    ``2 * max|low - want|``, where plain torch computes ``low`` in the op's dtype, as in
-    FlashAttention's tests, plus a rounding of the result to that dtype and `ROUNDINGS` of the
-    float32 accumulator (float64 for float64).
+    For a request whose largest result is m: ``m * (2 * e + eps / 2)``, where e is the largest
+    relative error ``max|low - want| / m`` of all requests, which plain torch makes in the op's
+    dtype (as in FlashAttention's tests), and eps / 2 a rounding of the result to that dtype; plus
+    `ROUNDINGS` of the float32 accumulator (float64 for float64).
+
+    Args:
+        want: ``[n, ..]``.
+        low: the same from plain torch in ``dtype``.
+        requests: rows of each request.
+        dtype: dtype of the op.
+        least: smallest m.
     """
     finite = want.isfinite() & low.isfinite()
-    error = (low.double() - want)[finite].abs().max().item() if bool(finite.any()) else 0.0
-    size = want[finite].abs().max().item() if bool(finite.any()) else 0.0
+    errors, sizes = (
+        [float(x[[*rows]].max()) if len(rows) else 0.0 for rows in requests]
+        for x in (each.where(finite, 0.0) for each in ((low.double() - want).abs(), want.abs()))
+    )
+    sizes = [max(size, least) for size in sizes]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rest = ROUNDINGS * torch.finfo(wide).eps * max(size, 1.0)
-    return MULTIPLE * error + torch.finfo(dtype).eps * size + rest
+    relative = max((e / m for e, m in zip(errors, sizes, strict=True) if m), default=0.0)
+    relative = MULTIPLE * relative + torch.finfo(dtype).eps / 2
+    allowed = [relative * m + ROUNDINGS * torch.finfo(wide).eps * max(m, 1.0) for m in sizes]
+    short = [float(f"{each:.4g}") for each in allowed]  # scripts print them
+    return [each for rows, each in zip(requests, short, strict=True) for _ in rows]
 
 
-def difference(got: Tensor, want: Tensor, allowed: float, what: str) -> str | None:
+def difference(got: Tensor, want: Tensor, allowed: Sequence[float], what: str) -> str | None:
     """Describes where rows ``[n, H, ..]`` differ most, or returns None."""
     got = got.double().cpu()
     unlike = (got.isneginf() != want.isneginf()) | got.isnan() | got.isposinf()
@@ -80,14 +97,17 @@ def difference(got: Tensor, want: Tensor, allowed: float, what: str) -> str | No
     if sees_nothing is not None and bool(got[sees_nothing].any()):
         row = int(sees_nothing.nonzero()[0, 0])
         return f"{what}[{row}] sees no key: expected zeros, got {got[row].abs().max():.4g}"
-    if not error.numel() or error.max() <= allowed:
+    if not error.numel():
         return None
-    at = tuple(int(x) for x in torch.unravel_index(error.argmax(), error.shape))
-    wrong = sorted({int(row) for row in (error > allowed).nonzero()[:, 0]})
+    excess = error / torch.tensor(allowed, dtype=torch.float64).view(-1, *[1] * (want.dim() - 1))
+    if excess.max() <= 1:
+        return None
+    at = tuple(int(x) for x in torch.unravel_index(excess.argmax(), excess.shape))
+    wrong = sorted({int(row) for row in (excess > 1).nonzero()[:, 0]})
     place = ", ".join(map(str, at))
     return (
         f"{what}[{place}]: expected {want[at]:.6g}, got {got[at]:.6g}, allowed error "
-        f"{allowed:.3g}; wrong rows {wrong[:8]} of {len(want)}"
+        f"{allowed[at[0]]:.3g}; wrong rows {wrong[:8]} of {len(want)}"
     )
 
 
@@ -97,6 +117,10 @@ def restore(saved: list[Tensor], *values: Any) -> None:
     for each, old in zip(storages.values(), saved, strict=True):
         memory = torch.empty(0, dtype=torch.uint8, device=each.device)
         memory.set_(each.untyped_storage()).copy_(old)
+
+
+Allowed = tuple[list[float], list[float]]
+"""Tolerance of each real row of out and lse, see `tolerance`."""
 
 
 class Call(NamedTuple):
@@ -161,7 +185,7 @@ class Trial(NamedTuple):
             CapabilityError: the op raised an ImportError.
         """
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unchanged(self.device):
                 returned = self.op(*call.args, **call.kwargs)
         except ImportError as error:  # no case could pass
             raise CapabilityError(f"cannot call the op: {raised(error)}") from error
@@ -186,22 +210,22 @@ class Trial(NamedTuple):
             raise Mismatch(f"expected a log-sum-exp of {[*shape[:2]]}, got {_shown(lse)}")
         return out, lse
 
-    def want(self, call: Call) -> tuple[tuple[Tensor, Any], tuple[float, float]]:
+    def want(self, call: Call) -> tuple[tuple[Tensor, Any], Allowed]:
         """Returns out and lse of the reference, and their tolerances; restores the caches."""
         saved, dtype = bits(call.inputs), call.scene.step.dtype
         want, lse = self.expected(call)
         restore(saved, call.inputs)
         low, low_lse = self.expected(call, dtype)
         restore(saved, call.inputs)
-        rows = call.scene.real
-        allowed = tolerance(want[rows], low[rows], dtype)
-        return (want, lse), (
-            allowed,
-            0.0 if lse is None else tolerance(lse[rows], low_lse[rows], dtype),
-        )
+        rows, count = call.scene.real, len(call.scene.step.requests)
+        requests = [call.scene.rows_of(request) for request in range(count)]
+        allowed = tolerance(want[rows], low[rows], requests, dtype)
+        if lse is None:
+            return (want, lse), (allowed, [])
+        return (want, lse), (allowed, tolerance(lse[rows], low_lse[rows], requests, dtype, 1.0))
 
     def compare(
-        self, call: Call, got: tuple[Tensor, Tensor | None], want: Any, allowed: tuple[float, float]
+        self, call: Call, got: tuple[Tensor, Tensor | None], want: Any, allowed: Allowed
     ) -> Measured:
         """Compares results with those of `want`.
 
@@ -218,8 +242,11 @@ class Trial(NamedTuple):
             found = f"out[{len(rows)}:] belongs to no request: expected finite numbers, got nan"
         if found is not None:
             raise Mismatch(found)
-        error = (out[rows].double().cpu() - want[0][rows]).abs()
-        return Measured(error.max().item() if error.numel() else 0.0, allowed[0])
+        measured = Measured()
+        errors = (out[rows].double().cpu() - want[0][rows]).abs().flatten(1)
+        for error, each in zip(errors.tolist(), allowed[0], strict=True):
+            measured = measured.or_worse(Measured(max(error), each))
+        return measured
 
 
 def raised(error: BaseException) -> str:

@@ -41,21 +41,25 @@ class Unified(Interface):
         index, hidden = s.block_table.dtype, float("-inf")
         positions = torch.zeros(tokens, dtype=torch.int64)
         causal = torch.full((tokens, tokens), hidden)
-        blocks = len(s.key_cache)
-        starts = torch.zeros(blocks, dtype=torch.int64)
-        shared, row = torch.full((tokens, blocks, size), hidden), 0
-        for table, count, keys in zip(tables, s.counts, s.seq_lens.tolist(), strict=True):
-            old = keys - count  # keys of earlier steps
-            for column, block in enumerate(table[: -(-old // size)] if old > 0 else []):
-                starts[block] = column * size
-                shared[row : row + count, block, : old - column * size] = 0
+        # Keys of earlier steps, and their blocks.
+        olds = (s.seq_lens.cpu() - torch.tensor(s.counts)).clamp_min(0).tolist()
+        used = [table[: -(-old // size)] for table, old in zip(tables, olds, strict=True)]
+        listed = sorted({block for blocks in used for block in blocks})
+        listed += [0] * (s.block_table.numel() - len(listed))
+        starts = torch.zeros(len(listed), dtype=torch.int64)
+        shared, row = torch.full((tokens, len(listed), size), hidden), 0
+        for blocks, old, count in zip(used, olds, s.counts, strict=True):
+            for column, block in enumerate(blocks):
+                at = listed.index(block)
+                starts[at] = column * size
+                shared[row : row + count, at, : old - column * size] = 0
             causal[row : row + count, row : row + count].masked_fill_(
                 torch.ones(count, count).tril().bool(), 0
             )
-            positions[row : row + count] = torch.arange(old, keys)
+            positions[row : row + count] = torch.arange(old, old + count)
             row += count
         parts: dict[str, Any] = {
-            "causal_bias": causal, "shared_blocks": torch.arange(blocks), "shared_bias": shared,
+            "causal_bias": causal, "shared_blocks": torch.tensor(listed), "shared_bias": shared,
             "positions": positions, "shared_starts": starts,
         }  # fmt: skip
         metadata = UnifiedMetadata(

@@ -59,11 +59,12 @@ def kv_sanitizer(watched: Any, **sizes: Any) -> Iterator[Any]:
         watched: the engine, cache or tensors to check.
         sizes: of a cache or tensors: ``max_requests`` and ``max_tokens`` of a step, padding
             included, and ``max_blocks`` of a request (default: all); of tensors also
-            ``block_size`` and, if axis 0 is slots, ``num_blocks``.
+            ``block_size`` and, if axis 0 is slots or there are less than 4 axes, ``num_blocks``.
 
     Raises:
         CorruptCache: a call read or wrote a wrong slot; from the step, `check`, or the end.
-        ValueError: a warm engine, one that is already checked, or tensors that share memory.
+        ValueError: a warm engine, one that is already checked, or tensors that share memory or
+            may not be blocks.
         ConfigError: an engine of several ranks.
         TypeError: ``watched`` is none of these.
     """

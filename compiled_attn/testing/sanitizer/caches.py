@@ -114,7 +114,7 @@ class TensorWatch(CacheWatch):
         layers: the cache tensors of each layer (key and value, or one tensor with both); axis 0 is
             blocks, or the slots of all blocks.
         block_size: slots in a block.
-        num_blocks: number of blocks; None: size of axis 0 of the first tensor.
+        num_blocks: number of blocks; None: size of axis 0, of tensors with at least 4 axes.
         max_requests, max_tokens, max_blocks: see `CacheWatch`.
     """
 
@@ -131,6 +131,8 @@ class TensorWatch(CacheWatch):
         groups = [(each,) if isinstance(each, Tensor) else tuple(each) for each in layers]
         buffers = [tensor for group in groups for tensor in group]
         _refuse_overlap(buffers)
+        for tensor in buffers:
+            _check_blocks(tensor, block_size, num_blocks)
         first = buffers[0]
         count = first.shape[0] if num_blocks is None else num_blocks
         width = min(count - 1, max_blocks or count - 1)
@@ -145,7 +147,7 @@ class TensorWatch(CacheWatch):
         tags = [torch.zeros(shape, dtype=torch.int32, device=first.device) for _ in groups]
         self._set_up(shadow, tags, buffers, count, calls=2)
 
-    def wrap(self, op: Op, *, padding_slot: int | None = -1) -> Op:
+    def wrap(self, op: Op, *, padding_slot: int | None = -1, window: int | None = None) -> Op:
         """Returns a function that checks the arguments of a kernel, then calls it.
 
         Arguments are found by name: the cache (``key_cache``, ``k_cache``, ``kv_cache``), the
@@ -157,6 +159,8 @@ class TensorWatch(CacheWatch):
             op: the kernel.
             padding_slot: value of ``slot_mapping`` for tokens that the kernel skips; None: it
                 writes all tokens.
+            window: sliding window of the kernel, in tokens: blocks before it may be anything; None:
+                it reads all tokens.
 
         Raises:
             TypeError: the kernel lacks these parameters.
@@ -187,7 +191,7 @@ class TensorWatch(CacheWatch):
             where = None if slots is None else values[slots]
             rows = None if table is None else values[table]
             known = None if lengths is None else values[lengths]
-            self._check_call(layer, where, rows, known, values.get("k"), padding_slot)
+            self._check_call(layer, where, rows, known, values.get("k"), padding_slot, window)
             return op(*args, **kwargs)
 
         return cast(Op, checked)
@@ -200,6 +204,7 @@ class TensorWatch(CacheWatch):
         lengths: Tensor | None,
         appended: Tensor | None,
         padding: int | None,
+        window: int | None,
     ) -> None:
         shadow, size = self._shadow, self._shadow.block_size
         if slots is None and (table is None or lengths is None):
@@ -229,8 +234,25 @@ class TensorWatch(CacheWatch):
             metadata = UnifiedMetadata(
                 size, none, block_tables=table, seq_lens=lengths, query_start_loc=starts
             )
-            step = step_shadow(shadow, metadata)
+            step = step_shadow(shadow, metadata, window=window)
             check_layer(LayerShadow(tags, shadow.error(2 * layer + 1), step), None)
+
+
+def _check_blocks(tensor: Tensor, block_size: int, num_blocks: int | None) -> None:
+    shape = [*tensor.shape]
+    if num_blocks is None:
+        # Of [slots, heads, dim] the heads may be as many as the slots of a block.
+        if len(shape) < 4 or block_size not in shape[1:]:
+            raise ValueError(
+                f"expected a cache [num_blocks, ..] with an axis of block_size {block_size} and at "
+                f"least 4 axes, got {shape}: pass num_blocks={shape[0]}, or num_blocks="
+                f"{shape[0] // block_size} if axis 0 is slots"
+            )
+    elif shape[0] not in (num_blocks, num_blocks * block_size):
+        raise ValueError(
+            f"expected {num_blocks} blocks or {num_blocks * block_size} slots on axis 0 of each "
+            f"cache, got {shape}: correct num_blocks or block_size"
+        )
 
 
 def _refuse_overlap(tensors: Sequence[Tensor]) -> None:

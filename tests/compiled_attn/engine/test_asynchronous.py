@@ -13,7 +13,8 @@ import pytest
 
 from compiled_attn import AsyncEngine
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
-from compiled_attn.errors import QueueFull, RequestCancelled
+from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
+from compiled_attn.testing import CorruptCache
 from tests.compiled_attn.engine.counting import LONG, SECONDS, used, warm_engine
 from tests.compiled_attn.tiny import tiny_model
 
@@ -44,6 +45,30 @@ def test_a_thousand_requests_of_fifty_threads_get_the_tokens_of_the_same_engine_
         list(pool.map(user, range(50)))
     assert [found[n] for n in range(1000)] == expected
     assert serving.engine.report().requests == 1000 and used(serving.engine) == 0
+
+
+def test_a_corrupt_cache_reaches_every_request_and_those_to_come(monkeypatch):
+    config = EngineConfig(
+        32, 2, block_size=4, num_blocks=20, context=40, backend="eager", sanitize=True
+    )
+    engine = Engine(tiny_model(), config)
+    step = engine.step
+
+    def corrupting():
+        events = step()
+        table = engine.pool.table(0)
+        table.blocks[0] = table.array[0] = 19  # which is free
+        return events
+
+    monkeypatch.setattr(engine, "step", corrupting)
+    with AsyncEngine(engine) as serving:
+        handles = [serving.submit([n, 2, 3, 4, 5], LONG) for n in range(1, 5)]  # of which two wait
+        for read in (*(each.result for each in handles), lambda _: serving.submit([7], LONG)):
+            with pytest.raises(EngineStopped, match=r"failed .*use_after_free in step") as caught:
+                read(SECONDS)
+            cause = caught.value.__cause__
+            assert isinstance(cause, CorruptCache) and (cause.request, cause.block) == (0, 19)
+        assert not serving.is_serving and serving.stop(timeout=SECONDS)
 
 
 def test_coroutines_read_tokens_as_they_come_and_results():

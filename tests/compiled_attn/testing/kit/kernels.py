@@ -55,6 +55,10 @@ class Kernel:
             scale = 1.0
         if bug == "ignores the scale":
             scale = dim**-0.5
+        if bug == "a global dtype":
+            torch.set_default_dtype(torch.float64)
+        if bug == "block ids in 16 bits":
+            block_table = block_table.short()
         if bug == "reads int64 as int32" and block_table.dtype == torch.int64:
             block_table = block_table.contiguous().view(torch.int32)[:, : block_table.shape[1]]
         if bug == "contiguous strides" and not key_cache.is_contiguous():
@@ -143,6 +147,8 @@ class Kernel:
                 scores[..., len(key) - 1] += math.log(2)
             most = scores.amax(-1, keepdim=True).clamp_min(-1e30)
             weights = (scores - (0 if bug == "no maximum" else most)).exp()
+            if bug == "weighs a key 1 % more":
+                weights[..., min(9, len(key)) - 1] *= 1.01
             total = weights.sum(-1, keepdim=True)
             if bug == "NaN in empty rows" or bug == "no maximum":
                 weights = weights / total
@@ -212,6 +218,8 @@ class WritingKernel:
         scales = {"key_scale": key_scale, "value_scale": value_scale}
         if bug == "attends, then writes":
             result = Kernel()(query, key_cache, value_cache, *step, **scales, **options)
+        if bug == "slots in 16 bits":
+            slot_mapping = slot_mapping % 2**16
         for row, slot in enumerate(slot_mapping.tolist()):
             if bug == "writes the last row of all only" and row != len(key) - 1:
                 continue
@@ -244,6 +252,8 @@ def _store(row: Tensor, cache: Tensor, scale: Tensor | None, at: tuple[int, int]
 
 
 BUGS = {
+    "a global dtype": "global_state",
+    "block ids in 16 bits": "large_ids",
     "heads in turns": "heads",
     "blocks of the first request": "decode",
     "consecutive blocks": "blocks",
@@ -289,6 +299,7 @@ BUGS = {
 """Bugs of `Kernel`, and the first case that must fail."""
 
 WRITING_BUGS = {
+    "slots in 16 bits": "large_ids",
     "attends, then writes": "decode",
     "writes the last row of all only": "decode",
     "padding writes to a free block": "padding_append",

@@ -60,6 +60,7 @@ BAD = {
     "an unknown dtype": ([f"{OP}()", "--dtypes", "int3"], "dtypes: expected some of float16"),
     "no number": ([f"{OP}()", "--head-dims", "a"], "--head-dims: expected numbers"),
     "an unknown interface": ([f"{OP}()", "--interface", "x"], "interface: expected one of flash"),
+    "no interface": ([f"{OP}()", "--interface", f"{OP}"], "interface: expected a subclass of"),
     "no device": ([f"{OP}()", "--device", "cuda:99"], "device 'cuda:99' is not available"),
     "a device without memory": ([f"{OP}()", "--device", "meta"], "device 'meta' is not available"),
     "no case": ([f"{OP}()", "-k", "xyz"], "no case has 'xyz'"),

@@ -9,7 +9,15 @@ from compiled_attn import flash_attn_with_kvcache, paged_attention_v2
 from compiled_attn.testing import Capabilities
 from compiled_attn.testing.kit import CASES, Subject, check
 from compiled_attn.testing.kit.run import run_case
-from tests.compiled_attn.testing.kit.kernels import BUGS, SIZES, WRITING_BUGS, Kernel, WritingKernel
+from compiled_attn.testing.kit.settings import changed, settings
+from tests.compiled_attn.testing.kit.kernels import (
+    BUGS,
+    CLAIMS,
+    SIZES,
+    WRITING_BUGS,
+    Kernel,
+    WritingKernel,
+)
 
 
 @pytest.mark.parametrize("kernel", [Kernel(), WritingKernel()], ids=lambda k: type(k).__name__)
@@ -26,6 +34,41 @@ def test_a_bug_is_named_by_the_right_case(bug):
 @pytest.mark.parametrize("bug", WRITING_BUGS)
 def test_a_bug_of_a_write_is_named_by_the_right_case(bug):
     assert _first_failure(WritingKernel(bug), WRITING_BUGS[bug]) == WRITING_BUGS[bug]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_that_is_wrong_by_1_percent_is_named(dtype):
+    for bug, status in (("", "passed"), ("weighs a key 1 % more", "failed")):
+        report = check(Kernel(bug), CLAIMS.replace(dtypes=(dtype,)), cases=["weights"])
+        assert [each.status for each in report.results] == [status], report
+
+
+@pytest.mark.parametrize(
+    ("setting", "change"),
+    [
+        ("default dtype", lambda: torch.set_default_dtype(torch.float64)),
+        ("default device", lambda: torch.set_default_device("meta")),
+        ("grad mode", lambda: torch.set_grad_enabled(True)),
+        ("deterministic debug mode", lambda: torch.use_deterministic_algorithms(True)),
+        ("precision of float32 matmuls", lambda: torch.set_float32_matmul_precision("high")),
+        ("number of threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+        ("state of the default generator", lambda: torch.rand(1)),
+    ],
+)
+def test_a_change_of_torch_is_named_and_undone(setting, change):
+    kernel = Kernel()
+
+    def op(query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale):
+        step = block_table, seq_lens, query_start_loc, scale
+        out, _ = kernel(query, key_cache, value_cache, *step)
+        change()
+        return out
+
+    before = settings("cpu")
+    report = check(op, Capabilities(**SIZES), cases=["global_state", "decode", "same_buffers"])
+    assert [each.case.name for each in report.failed] == ["global_state"]
+    assert f"the call changed the {setting}" in report.failed[0].message
+    assert changed(before, settings("cpu")) is None
 
 
 def _first_failure(kernel, expected: str) -> str | None:

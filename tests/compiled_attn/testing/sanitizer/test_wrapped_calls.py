@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -39,6 +41,61 @@ def test_it_is_silent_again_after_an_error():
         watch.free([1])
         watch.step([StepTokens("b", [7, 2, 3], 0, 3, [6])])
         checked(new, keys, torch.tensor([24, 25, 26]))
+
+
+@pytest.mark.parametrize("shape", [(32, 2, 8), (32, 4, 8), (32, 2, 4), (8, 64), (32, 2, 1, 8)])
+def test_slots_that_may_be_taken_for_blocks_are_refused(shape):
+    keys = torch.zeros(shape)
+    remedy = pytest.raises(ValueError, match=f"{shape[0] // 4} if axis 0 is slots")
+    with remedy, kv_sanitizer([keys], block_size=4):
+        pass
+    wrong = pytest.raises(ValueError, match="expected 9 blocks or 36 slots on axis 0")
+    with wrong, kv_sanitizer([keys], block_size=4, num_blocks=9):
+        pass
+    with kv_sanitizer([keys], block_size=4, num_blocks=8) as watch:
+        checked = watch.wrap(lambda key_cache, slot_mapping: None)
+        watch.step([StepTokens("a", [1, 2, 3], 0, 3, [5])])
+        checked(keys, torch.tensor([20, 21, 22]))
+
+
+@pytest.mark.parametrize(("window", "block", "found"), [
+    (4, 0, None), (4, 7, None), (6, 0, "stale_table"), (None, 0, "stale_table"),
+])  # fmt: skip
+def test_blocks_before_a_window_may_be_anything(window, block, found):
+    keys, new = torch.zeros(8, 4, 2, 8), torch.zeros(8, 2, 8)
+    with kv_sanitizer([keys], block_size=4) as watch:
+        write, read = watch.wrap(store), watch.wrap(attend, window=window)
+        watch.step([StepTokens("a", range(9), 0, 8, [5, 2, 3])])
+        write(new, keys, torch.tensor([20, 21, 22, 23, 8, 9, 10, 11]))
+        watch.step([StepTokens("a", range(9), 8, 1, [5, 2, 3])])
+        write(new[:1], keys, torch.tensor([12]))
+        read(new, keys, torch.tensor([9]), torch.tensor([[block, 2, 3]]))
+        with nullcontext() if found is None else pytest.raises(CorruptCache, match=found):
+            watch.check()
+        read(new, keys, torch.tensor([9]), torch.tensor([[5, 5, 3]]))
+        with pytest.raises(CorruptCache):
+            watch.check()
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_prompts_and_decodes_apart_are_steps_of_their_own_in_each_layer(wrong):
+    layers, new = torch.zeros(2, 8, 4, 2, 8), torch.zeros(5, 2, 8)
+    prompt, first = (StepTokens("a", range(5), 0, 5, [5, 2]), StepTokens("b", [1, 2], 0, 1, [3]))
+    decode = StepTokens("b", [1, 2], 1, 1, [3])
+    calls = (prompt, [20, 21, 22, 23, 8], 5, [5, 2]), (decode, [13], 2, [3, 0])
+    with pytest.raises(CorruptCache) as found, kv_sanitizer([*layers], block_size=4) as watch:
+        write, read = watch.wrap(store), watch.wrap(attend)
+        watch.step([first])
+        for keys in layers:
+            write(new[:1], keys, torch.tensor([12]))
+        for number, keys in enumerate(layers):
+            for part, slots, length, table in calls:
+                watch.step([part])
+                write(new[: len(slots)], keys, torch.tensor(slots))
+                watch.check()
+                read_by = [6, 0] if part is decode and number == wrong else table
+                read(new, keys, torch.tensor([length]), torch.tensor([read_by]))
+    assert (found.value.request, found.value.layer, found.value.block) == ("b", wrong, 6)
 
 
 def test_a_call_that_cannot_be_checked_is_refused():
