@@ -48,7 +48,7 @@ def ours(
 
 def theirs(file: Path, windows: list[list[int]], cache: Path) -> float:
     """Sum of llama.cpp's log-probabilities."""
-    llama = next(each for each in PEERS if each.name == "llama.cpp")
+    llama = next(each for each in PEERS if each.name == "llama_cpp")
     assert llama.environment is not None
     python, worker = llama.environment.python(cache, None), "peers.workers.llama_cpp_scores"
     command, asked = [str(python), "-m", worker, str(file)], json.dumps(windows)

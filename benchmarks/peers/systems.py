@@ -116,7 +116,7 @@ PEERS = (
         reads="directory",
     ),
     System(
-        "llama.cpp",
+        "llama_cpp",
         "llama_cpp",
         Environment("llama_cpp", ("llama-cpp-python==0.3.36",), is_built=True),
         reads="file",

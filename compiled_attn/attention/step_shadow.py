@@ -137,12 +137,15 @@ def _of_parts(
 ) -> tuple[Tensor, list[_Entries]]:
     """Adds the sums over the parts that each token reads to ``seen [T]``; returns it and blocks."""
     size, parts = shadow.block_size, []
-    if isinstance(m.unique_blocks, Tensor) and m.unique_bias is not None:
+    if m.unique_blocks is not None and m.unique_bias is not None:
+        blocks = m.unique_blocks
+        if isinstance(blocks, int):
+            blocks = torch.arange(blocks, device=m.unique_bias.device)
         reader = m.needs(m.unique_block_mapping, "unique_block_mapping").long()
         starts = m.needs(m.unique_starts, "unique_starts").long()
         bias = m.unique_bias if m.unique_bias.dim() == 2 else m.unique_bias.amax(1)
         usage = (bias > -torch.inf).sum(-1)
-        unique = _of_blocks(shadow, m.unique_blocks, request[reader], starts, usage)
+        unique = _of_blocks(shadow, blocks, request[reader], starts, usage)
         parts.append(unique)
         seen = seen.index_add(0, reader, unique.weights().sum(-1))
     if m.shared_blocks is not None and m.shared_bias is not None:

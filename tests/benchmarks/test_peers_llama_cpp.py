@@ -49,7 +49,7 @@ def test_a_model_that_is_no_llama_and_a_peer_without_4_bits_are_gone(tmp_path: P
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text('{"model_type": "other"}')
     task = Task(tmp_path / "other", "q4_0", 1, tmp_path)
-    for name, reason in (("llama.cpp", "expected a Llama"), ("vllm", "no weights of q4_0")):
+    for name, reason in (("llama_cpp", "expected a Llama"), ("vllm", "no weights of q4_0")):
         with pytest.raises(PeerGone, match=reason):
             next(each for each in PEERS if each.name == name).start(task)
     assert not [*tmp_path.glob("*.gguf")]

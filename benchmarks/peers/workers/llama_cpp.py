@@ -17,7 +17,6 @@ def start(options: argparse.Namespace) -> Serve:
     """A context of 16 sequences; keys and values are float32 with float32 weights, else 16 bits."""
     import llama_cpp as lib
 
-    lib.llama_log_set(lib.llama_log_callback(lambda *_: None), None)
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(
         str(options.model).encode(), lib.llama_model_default_params()
@@ -30,6 +29,7 @@ def start(options: argparse.Namespace) -> Serve:
     params.n_threads = params.n_threads_batch = options.threads
     if options.dtype == "float32":
         params.type_k = params.type_v = lib.GGML_TYPE_F32
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to 16 bits
     context = lib.llama_init_from_model(model, params)
     if not context:
         raise RuntimeError("llama.cpp has no memory for its context")

@@ -73,6 +73,29 @@ def test_right_steps_are_silent_and_change_nothing(tables: bool) -> None:
     assert all(map(torch.equal, outs[:half], outs[half:]))
 
 
+@pytest.mark.parametrize("seen", [2, 1])
+def test_a_step_may_read_the_first_blocks_of_the_cache(seen: int) -> None:
+    cache = cache_of(1)
+    layer = UnifiedAttention(cache, 0)
+    prompt, decode = tokens("a", 0, 5, [1, 2]), tokens("a", 5, 1, [1, 2])
+    bias = torch.full((3, BLOCK), -torch.inf)
+    bias[1], bias[2, :seen] = 0, 0  # positions 0 to 3, 4 and 5
+    whole = replace(
+        metadata_of(decode),
+        unique_blocks=3,
+        unique_block_mapping=torch.zeros(3, dtype=torch.int64),
+        unique_bias=bias,
+        unique_starts=torch.tensor([0, 0, 4]),
+    )
+    error = nullcontext() if seen == 2 else pytest.raises(CorruptCache, match="stale_table")
+    with error, kv_sanitizer(cache) as watch:
+        watch.step([prompt])
+        run(layer, metadata_of(prompt))
+        watch.step([decode])
+        run(layer, whole)
+        watch.check()
+
+
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize(
     ("kind", "blocks"),
