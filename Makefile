@@ -49,7 +49,7 @@ help:
 	@echo "make bench      the benchmarks behind docs/benchmarks.md"
 	@echo "make bench-peers  the same requests through vLLM, OpenVINO, llama.cpp, transformers; installs 5 GB"
 	@echo "make docs-benchmarks  write docs/benchmarks.md from benchmarks/results"
-	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests; an hour of fuzzing"
+	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests; an hour of fuzzing with the sanitizer"
 	@echo "make mutation   changes scheduler, blocks, steps, warmup and store; the tests must notice"
 	@echo "make wheel      a wheel with prebuilt kernels in dist/, for machines without a C++ compiler"
 	@echo "make clean      remove environments and caches"
@@ -107,7 +107,7 @@ docs-benchmarks:
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/soak_engine.py
-	$(BIN)/python -m compiled_attn.testing fuzz --minutes 60 --keep 100 --set backend=inductor --sum benchmarks/results/fuzz/soak.json
+	$(BIN)/python -m compiled_attn.testing fuzz --minutes 60 --keep 500 --set backend=inductor --set sanitize=true --sum benchmarks/results/fuzz/soak.json
 
 mutation: $(VENV)/.installed-dev
 	$(BIN)/python tests/mutation.py --jobs $(JOBS) $(MUTATION)

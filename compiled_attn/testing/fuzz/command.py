@@ -21,6 +21,7 @@ from compiled_attn.testing.fuzz.shrink import script, shrink
 from compiled_attn.testing.fuzz.target import Target
 from compiled_attn.testing.fuzz.trace import Trace, TraceError
 from graphs.cli.errors import BAD_INPUT, FAILED, UserError, print_error, refuse_unwritable
+from graphs.files import write_whole
 
 __all__ = ["run_command"]
 
@@ -30,6 +31,7 @@ TARGETS = {
     "vllm": "compiled_attn.testing.fuzz.vllm_cpu:VllmCpu",
 }
 _EVERY_S = 5.0  # between lines of progress
+_REFUSED = 1000  # requests in a row, after which the target refuses all
 
 
 @dataclass
@@ -50,6 +52,36 @@ class _Fuzzed:
             f"{counts['steps']:,} steps ({rate:.0f}/s), {counts['tokens']:,} tokens, "
             f"{len(self.failures)} failures"
         )
+
+
+class _Sum:
+    """Counts of runs in a file, to which those of this run are added."""
+
+    def __init__(self, path: Path | None, target: str) -> None:
+        self._path, self._target, self._before = path, target, _read_sum(path, target)
+
+    @property
+    def next_seed(self) -> int:
+        found: int = self._before.get("next_seed", 0)
+        return found
+
+    def write(self, found: _Fuzzed) -> None:
+        """Replaces the file, so that a run that is killed loses the last seconds only."""
+        if self._path is None:
+            return
+        before = self._before
+        value = {
+            "target": self._target,
+            "next_seed": found.start + found.counts["traces"],
+            "runs": before.get("runs", 0) + 1,
+            "failures": before.get("failures", 0) + len(found.failures),
+            "counts": dict(Counter(before.get("counts", {})) + found.counts),
+            "seconds": round(before.get("seconds", 0) + found.seconds),
+        }
+        try:
+            write_whole(self._path, _json(value).encode())
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error}") from error
 
 
 class _Maker:
@@ -168,7 +200,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--sum",
         type=Path,
         metavar="FILE",
-        help="add the counts to this file, and continue after the last seed in it",
+        help="add the counts to this file, every few seconds, and continue after its last seed",
     )
     return parser.parse_args(argv)  # fmt: skip
 
@@ -189,44 +221,39 @@ def _fuzz(options: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(1)  # the models are tiny
-    total = _read_sum(options.sum, options.target)
-    found = _Fuzzed(max(options.seed, total.get("next_seed", 0)))
+    total = _Sum(options.sum, options.target)
+    found = _Fuzzed(max(options.seed, total.next_seed))
     with closing(_Maker(_target(options), dict(map(_option, options.set)))) as maker:
         if options.replay is not None:
             trace = _read_trace(options.replay)
             if failure := maker.run(trace, found.counts):
                 _report(options, maker, found, trace, failure)
         else:
-            _run_traces(options, maker, found)
+            _run_traces(options, maker, found, total)
     print(found.line())
     others = {name: n for name, n in sorted(found.counts.items()) if n}
     print(", ".join(f"{name} {n:,}" for name, n in others.items()))
     if options.json is not None:
         report = {"target": options.target, "seed": found.start, "seconds": found.seconds}
         _write(options.json, {**report, "counts": others, "failures": found.failures})
-    if options.sum is not None:
-        sums = Counter(total.get("counts", {})) + found.counts
-        failures = total.get("failures", 0) + len(found.failures)
-        _write(options.sum, {
-            "target": options.target, "next_seed": found.start + found.counts["traces"],
-            "runs": total.get("runs", 0) + 1, "failures": failures, "counts": dict(sums),
-            "seconds": round(total.get("seconds", 0) + found.seconds),
-        })  # fmt: skip
+    total.write(found)
     return FAILED if found.failures else 0
 
 
-def _run_traces(options: argparse.Namespace, maker: _Maker, found: _Fuzzed) -> None:
+def _run_traces(options: argparse.Namespace, maker: _Maker, found: _Fuzzed, total: _Sum) -> None:
     started = shown = time.perf_counter()
     counts, limits = found.counts, {"requests": options.requests, "steps": options.steps}
     keep = options.keep or maker.kind.same_settings
     if not any((options.requests, options.steps, options.minutes)):
         limits["requests"] = 1000
+    refused = 0  # in a row
     while True:
         seed = found.start + counts["traces"]
         settings = random_settings(Random(seed // keep), maker.kind)
         trace = generate(seed, maker.kind, options.size, settings)
-        failure = maker.run(trace, counts)
-        counts["traces"] += 1
+        new = Counter(traces=1)
+        failure = maker.run(trace, new)
+        counts += new
         now = time.perf_counter()
         found.seconds = now - started
         if failure is not None:
@@ -234,9 +261,17 @@ def _run_traces(options: argparse.Namespace, maker: _Maker, found: _Fuzzed) -> N
         if now - shown >= _EVERY_S:
             shown = now
             print(found.line(), file=sys.stderr, flush=True)
+            total.write(found)
         is_late = options.minutes is not None and found.seconds >= 60 * options.minutes
         enough = any(limit and counts[name] >= limit for name, limit in limits.items())
-        if is_late or enough or len(found.failures) >= options.failures:
+        ends = is_late or enough or len(found.failures) >= options.failures
+        refused = 0 if new["requests"] else refused + new["refused"]
+        if refused >= _REFUSED or (ends and refused == counts["refused"] > 0 == counts["requests"]):
+            raise UserError(
+                f"expected {options.target} to accept requests, got {refused} refused in a row: "
+                f"let it accept some with {settings}, or restrict its block_sizes and longest"
+            )
+        if ends:
             return
 
 
@@ -323,8 +358,12 @@ def _read_sum(path: Path | None, target: str) -> dict[str, Any]:
     return found
 
 
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
 def _write(path: Path, value: Mapping[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(value, indent=1) + "\n")
+        path.write_text(_json(value))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}") from error

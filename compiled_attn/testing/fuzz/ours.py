@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.sampler import SampleRequest, sample_requests
 from compiled_attn.errors import ConfigError
 from compiled_attn.testing.fuzz.models import FAMILIES, DenseReference, tiny_model
 from compiled_attn.testing.fuzz.target import Refused, Target
@@ -106,10 +104,12 @@ class Ours(Target):
         return "; ".join(f"{problem}: {stats}" for problem, is_true in problems.items() if is_true)
 
     def counts(self) -> Mapping[str, int]:
-        """Counts preemptions, evictions, moved blocks and prefix hits."""
+        """Counts preemptions, evictions, moved blocks, prefix hits, and sanitized steps."""
         stats, memory = self.engine.memory.stats(), self.engine.memory.figures()
+        watch = self.engine._steps.watch
         return {"preemptions": stats.preemptions, "evictions": stats.evictions,
-                "moves": int(memory.get("defrag_moves", 0)), "hits": stats.hit_tokens}  # fmt: skip
+                "moves": int(memory.get("defrag_moves", 0)), "hits": stats.hit_tokens,
+                "sanitized": 0 if watch is None else watch.ledger.step}  # fmt: skip
 
     def reset(self) -> bool:
         """Empties the pool of an idle engine."""
@@ -122,10 +122,15 @@ class Ours(Target):
 
 
 def choose(logits: NDArray[np.float64], seed: int | None, step: int) -> int:
-    """Samples with the engine's sampler, whose random numbers depend on seed and step only."""
+    """Samples as the engine does: a position in the cumulative weights, by descending logit.
+
+    Its random number depends on seed and step only.
+    """
     if seed is None:
         return int(logits.argmax())
-    row = torch.tensor(logits[None], dtype=torch.float32)
-    request = SampleRequest(0, SamplingParams(1, temperature=1.0, seed=seed), step)
-    token = sample_requests(row, [request])[0].token
-    return -1 if token is None else token
+    row = logits.astype(np.float32)  # in which ties of the engine are ties
+    tokens = np.argsort(-row, kind="stable")
+    sums = np.exp(row[tokens].astype(np.float64) - float(row.max())).cumsum()
+    uniform = np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
+    position = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
+    return int(tokens[min(position, len(tokens) - 1)])

@@ -26,9 +26,9 @@ class Failure:
     """The first failure of a trace.
 
     Args:
-        kind: "tokens" (other tokens than the reference), "surplus" (more tokens than requested, or
-            for an unknown request), "lost" (a request never finishes), "invariant"
-            (`Target.check` found something) or "crash" (the target raised).
+        kind: "tokens" (other tokens than the reference), "surplus" (more tokens than requested,
+            after an abort, or for an unknown request), "lost" (a request never finishes),
+            "invariant" (`Target.check` found something) or "crash" (the target raised).
         message: expected and actual result.
         operation: index of the operation that failed; the number of operations if a later step
             failed.
@@ -181,9 +181,11 @@ class _Run:
         tokens = 0
         for name, new in events.items():
             request = self.requests.get(name)
-            if request is None:
-                raise _Violation("surplus", f"got tokens {[*new]} of unknown request {name}",
-                             name)  # fmt: skip
+            if request is None or (new and request.is_aborted):
+                what = "an unknown" if request is None else "an aborted"
+                raise _Violation(
+                    "surplus", f"expected no token of {what} request, got {[*new]} of {name}", name
+                )
             tokens += len(new)
             if new:
                 request.tokens.extend(new)

@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from compiled_attn.testing.fuzz import Operation, Settings, Trace, run
+from compiled_attn.testing.fuzz import Operation, Refused, Settings, Trace, command, run
 from compiled_attn.testing.fuzz.command import run_command
 from tests.compiled_attn.testing.fuzz import toy
 
@@ -112,6 +112,53 @@ def test_runs_add_up(tmp_path):
     assert found["next_seed"] == found["counts"]["traces"]
     with pytest.raises(AssertionError):
         assert fuzz("--target", "ours", "--steps", 1, "--sum", total) == 0
+
+
+class Stops(toy.Toy):
+    """A user interrupts its second trace."""
+
+    made = 0
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        Stops.made += 1
+
+    def step(self):
+        if Stops.made > 1:
+            raise KeyboardInterrupt
+        return super().step()
+
+
+def test_an_interrupted_run_loses_one_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_EVERY_S", 0)
+    total = tmp_path / "sum.json"
+    with pytest.raises(KeyboardInterrupt):
+        fuzz("--target", f"{__name__}:Stops", "--sum", total)
+    found = json.loads(total.read_text())
+    assert found["next_seed"] == found["counts"]["traces"] == 1
+    assert found["counts"]["requests"] >= 20
+
+
+class Refuses(toy.Toy):
+    """All requests but those of the first trace."""
+
+    accepts = 20
+
+    def submit(self, *args, **options):
+        Refuses.accepts -= 1
+        if Refuses.accepts < 0:
+            raise Refused
+        super().submit(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "limit"), [(20, ("--requests", 100)), (0, ("--steps", 10)), (0, ())]
+)
+def test_a_target_that_refuses_everything_is_an_error(accepted, limit, monkeypatch, capsys):
+    monkeypatch.setattr(Refuses, "accepts", accepted)
+    assert fuzz("--target", f"{__name__}:Refuses", *limit) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "refused in a row" in error
 
 
 def test_an_engine_is_kept_while_its_settings_stay():

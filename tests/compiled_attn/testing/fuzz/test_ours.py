@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
+import torch
 
+from compiled_attn.engine import SamplingParams
+from compiled_attn.engine.sampler import SampleRequest, sample_requests
 from compiled_attn.testing.fuzz import Operation, Settings, Trace, generate, run
-from compiled_attn.testing.fuzz.ours import Ours
+from compiled_attn.testing.fuzz.ours import Ours, choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,6 +57,24 @@ def test_a_planted_bug_is_found(plant):
             assert failure.kind == kind
             return
     raise AssertionError("expected a failure")
+
+
+def test_samples_are_those_of_the_engine():
+    rows = np.random.default_rng(0).normal(0, 3, (200, 40))
+    rows[:50] = rows[:50].round()  # equal logits
+    params = [SamplingParams(1, temperature=1.0, seed=7**n) for n in range(20)]
+    requests = [SampleRequest(n, params[n % 20], n // 20) for n in range(200)]
+    expected = [row.token for row in sample_requests(torch.tensor(rows).float(), requests)]
+    found = [choose(rows[n], each.params.seed, each.step) for n, each in enumerate(requests)]
+    assert found == expected and found != rows.argmax(-1).tolist()
+
+
+def test_sanitized_steps_are_counted():
+    trace = generate(3, Ours, 20)
+    for sanitize in (False, True):
+        counts = Counter()
+        assert run(trace, Ours(trace.settings, sanitize=sanitize), counts) is None
+        assert 0 < counts["sanitized"] < counts["steps"] if sanitize else not counts["sanitized"]
 
 
 def test_options_of_the_engine_pass_through():

@@ -51,6 +51,13 @@ class Surplus(Toy):
         return {name: tokens * 4 for name, tokens in super().step().items()}
 
 
+class Late(Toy):
+    """Goes on with aborted requests."""
+
+    def abort(self, request, count):
+        pass
+
+
 class Unknown(Toy):
     def step(self):
         return {99: [1]}
@@ -73,10 +80,18 @@ class Silent(Toy):
 
 @pytest.mark.parametrize(
     ("target", "kind"),
-    [(Surplus, "surplus"), (Unknown, "surplus"), (Crashing, "crash"), (Silent, "lost")],
+    [
+        (Surplus, "surplus"),
+        (Late, "surplus"),
+        (Unknown, "surplus"),
+        (Crashing, "crash"),
+        (Silent, "lost"),
+    ],
 )
 def test_every_kind_of_failure_is_found(target, kind):
-    trace = trace_of(ONE, Operation("step"))
+    trace = trace_of(ONE, Operation("step"), Operation("abort"), Operation("step"))
+    if target is Silent:
+        trace = trace_of(ONE)
     failure = run(trace, target(trace.settings))
     assert failure is not None and failure.kind == kind
 
