@@ -143,9 +143,11 @@ def serve(options: ServeOptions) -> int:
     bundle = None
     if options.bundle is not None and options.replicas is None and not options.or_compile:
         from compiled_attn.bundle import Bundle
+        from compiled_attn.cli.preload import preload_server
 
         with bad_input():
             bundle = Bundle(options.bundle)  # reads its files while torch is loaded
+        preload_server()
     from compiled_attn.cli.serve import run_serve  # loads torch, see above
 
     return run_serve(options, bundle)
