@@ -8,11 +8,18 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["preload_server"]
+__all__ = ["import_server", "preload_torch"]
 
 
-def preload_server() -> None:
-    """Imports what the server needs besides torch, whose library is loaded meanwhile.
+def import_server() -> None:
+    """Imports a part of what the server needs besides torch, if it is installed."""
+    with suppress(ImportError):
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+
+
+def preload_torch() -> None:
+    """Imports the rest of what the server needs, while torch's library is loaded.
 
     The dynamic linker needs no GIL, and takes a quarter of a second. What is missing or does not
     load is left to the imports that need it.
@@ -20,9 +27,7 @@ def preload_server() -> None:
     thread = threading.Thread(target=_load_torch, daemon=True)
     thread.start()
     with suppress(ImportError):
-        import fastapi  # noqa: F401
         import openai.types.chat  # noqa: F401
-        import uvicorn  # noqa: F401
     thread.join()
 
 

@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 _CODE = """
-from compiled_attn.cli.preload import preload_server
+from compiled_attn.cli.preload import import_server, preload_torch
 import sys
-preload_server()
+import_server()
+preload_torch()
 assert "torch" not in sys.modules and "fastapi" in sys.modules
 import torch
 assert torch.equal(torch.ones(300, 300) @ torch.ones(300, 300), torch.full((300, 300), 300.0))
