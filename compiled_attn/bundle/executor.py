@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +56,12 @@ class BundleExecutor(LocalExecutor):
         assert ops.build is not None
         # Another copy of the same library would register the ops again.
         loaded = {own: ops.build.library}
-        self.sizing = sizing = _sizing_of(engine)
+        layout = TableLayout(engine["num_blocks"], engine["block_size"], engine["width"])
+        self.sizing = sizing = _sizing_of(engine, layout)
         self.cache = _cache_of(bundle, engine)
-        self.module: Any = BundledModel(engine, self.cache, sizing.layout)
+        self.module = cast("Any", BundledModel(engine, self.cache, layout))
         self._replays = Replays(ops.replayer())  # type: ignore[arg-type]  # it has a library
-        backend = _BundleBackend(bundle, self._replays, self.module, loaded)
+        backend = _BundleBackend(bundle, self._replays, self.cache, loaded)
         self.config = EngineConfig(**engine["config"], backend=backend, store=False)
         self._store = store_of(backend, False)
         self.kernel = ChosenKernel("native", {"native": f"{ops.isa}, of the bundle"})
@@ -126,7 +127,7 @@ class _BundleBackend(Backend):
     name = "bundle"
 
     def __init__(
-        self, bundle: Bundle, replays: Replays, module: BundledModel, loaded: Mapping[str, Path]
+        self, bundle: Bundle, replays: Replays, cache: PagedKVCache, loaded: Mapping[str, Path]
     ) -> None:
         try:
             sources = read_json(bundle.path(SOURCES))
@@ -135,7 +136,7 @@ class _BundleBackend(Backend):
         except (OSError, ValueError) as error:
             raise BundleError(f"bundle {bundle.folder}: {error}: make it again") from error
         weights = _map_weights(bundle, sources["weights"])
-        cached = dict(module.cache.named_buffers())
+        cached = dict(cache.named_buffers())
         self._replays = replays
         self._steps: dict[Any, _Step] = {}
         for shapes, recording, inputs in zip(
@@ -190,8 +191,7 @@ def _map_weights(bundle: Bundle, places: Mapping[str, list[int]]) -> dict[str, T
     return {name: whole[begin : begin + length] for name, (begin, length) in places.items()}
 
 
-def _sizing_of(engine: Mapping[str, Any]) -> Sizing:
-    layout = TableLayout(engine["num_blocks"], engine["block_size"], engine["width"])
+def _sizing_of(engine: Mapping[str, Any], layout: TableLayout) -> Sizing:
     buckets = explicit(layout.axes, [tuple(each) for each in engine["buckets"]])
     return Sizing(
         engine["context"],

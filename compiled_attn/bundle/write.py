@@ -81,6 +81,7 @@ def write_bundle(
         )
         made.write(work)
         Bundle(work).check()
+        work.chmod(0o755)  # a bundle may be served by another user
         work.rename(target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)

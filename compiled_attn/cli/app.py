@@ -139,13 +139,17 @@ def serve(options: ServeOptions) -> int:
     """
     from compiled_attn.waiting import choose_waiting
 
-    choose_waiting(options.threads)
-    bundle = None
-    if options.bundle is not None and options.replicas is None and not options.or_compile:
+    if options.bundle is None or options.replicas is not None or options.or_compile:
+        choose_waiting(options.threads)
+        bundle = None
+    else:
         from compiled_attn.bundle import Bundle
+        from compiled_attn.cli.preload import import_server, preload_torch
 
         with bad_input():
-            bundle = Bundle(options.bundle)  # reads its files while torch is loaded
+            bundle = Bundle(options.bundle)  # reads its files meanwhile
+        choose_waiting(options.threads, import_server)
+        preload_torch()
     from compiled_attn.cli.serve import run_serve  # loads torch, see above
 
     return run_serve(options, bundle)

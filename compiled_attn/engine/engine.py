@@ -105,8 +105,7 @@ class Engine:
         self._transactions = Transactions(self._rollback)
         self._result: StepResult | None = None  # while it is committed
         self.is_streaming = False
-        self.restarts = 0
-        self.prompt_tokens = 0
+        self.restarts = self.prompt_tokens = 0
         executor.attach()  # last: after an error above another engine can use it
 
     @property

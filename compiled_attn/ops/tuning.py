@@ -42,6 +42,7 @@ Measure = Callable[[NativeOps, Tensor], float]
 _ROWS = (1, 16, 256)
 _FEW_ROWS = (1, 16)
 _LARGE = 1 << 23  # elements: an output head, used with few rows only
+_PANEL = 16  # outputs that are packed together
 _COLD_BYTES = 1 << 25  # of weights used in turn, more than caches hold
 _MANY_ROWS = (32, 256)  # fewer always use MKL
 _MANY_BYTES = 1 << 23  # of weights multiplied with many rows
@@ -187,9 +188,11 @@ def _by_onednn(input: Tensor, weight: Tensor) -> Tensor:
 def _packed_ratio(pack: Callable[[Tensor], Tensor], ops: NativeOps, weight: Tensor) -> float:
     """Time of plain over packed weights, geometric mean over numbers of rows; plain float32 by the
     faster of MKL and oneDNN."""
-    copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
+    outputs, inputs = weight.shape
+    outputs = min(outputs, max(1, _LARGE // inputs // _PANEL) * _PANEL)  # part of a large head
+    copies = max(1, min(64, _COLD_BYTES // (outputs * inputs * weight.element_size())))
     chance = torch.Generator().manual_seed(0)  # not the user's
-    random = torch.randn(weight.shape, generator=chance)  # zeros would be faster
+    random = torch.randn(outputs, inputs, generator=chance)  # zeros would be faster
     random = random.bfloat16().to(weight.dtype)  # so that it can be packed as bfloat16
     plain = [random.clone() for _ in range(copies)]
     packed = [pack(random) for _ in range(copies)]
@@ -204,8 +207,7 @@ def _packed_ratio(pack: Callable[[Tensor], Tensor], ops: NativeOps, weight: Tens
                 partial(_all, ops.packed_linear, input, packed),
             )
             for input in (
-                torch.randn(n, weight.shape[1], dtype=weight.dtype, generator=chance)
-                for n in counts
+                torch.randn(n, inputs, dtype=weight.dtype, generator=chance) for n in counts
             )
         ]
     return math.exp(statistics.fmean(map(math.log, ratios)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,8 +105,10 @@ class LLM:
         else:
             config = executor.config
         self.grammars = Grammars(self.tokenizer)
-        if self.model.device.type == "cpu" and (advice := why_slow(torch.get_num_threads())):
-            _log.warning("%s", advice)
+        if executor is not None:  # measuring takes time, in which this process goes on
+            threading.Thread(target=_warn_if_slow, args=(lambda: None,), daemon=True).start()
+        elif self.model.device.type == "cpu":
+            _warn_if_slow()
         text: Any = {"has_stop": self.tokenizer.has_stop, "grammars": self.grammars}
         self._engine: Engine | None = Engine(executor or self.model, config, **text)
         try:
@@ -279,6 +282,11 @@ class LLM:
                     yield piece
         if piece := pieces.rest():
             yield piece
+
+
+def _warn_if_slow(work: Callable[[], object] | None = None) -> None:
+    if advice := why_slow(torch.get_num_threads(), work):
+        _log.warning("%s", advice)
 
 
 def _check_object(model: Any, tokenizer: Any, dtype: Any, device: Any) -> None:

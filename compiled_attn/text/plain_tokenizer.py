@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from compiled_attn.errors import ModelError
 from graphs.files import read_json
@@ -203,7 +203,7 @@ def _compiled(template: str) -> Any:
     class Generation(Extension):
         """The block ``{% generation %}``, which marks answers: its contents."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

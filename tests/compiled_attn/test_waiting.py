@@ -53,6 +53,16 @@ def test_busy_processors_are_counted_among_those_that_this_process_may_use(machi
     assert busy_processors() == pytest.approx(1.5)
 
 
+def test_the_time_of_work_that_is_done_meanwhile_does_not_count(machine, monkeypatch):
+    machine(BUSY, BUSY)
+    clock = iter([0.0, 1.0])
+    monkeypatch.setattr(waiting.time, "process_time", lambda: next(clock))
+    monkeypatch.setattr(waiting.time, "perf_counter", iter([0.0, 1.0, 1.0]).__next__)
+    done = []
+    assert busy_processors(work=lambda: done.append(1)) == pytest.approx(1.0)
+    assert done == [1]
+
+
 def test_a_real_machine_has_no_more_busy_processors_than_processors():
     busy = busy_processors(0.05)
     assert busy is None or 0 <= busy <= (os.cpu_count() or 1)

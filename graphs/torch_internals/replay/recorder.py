@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +28,9 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder of this thread", d
 _ALLOCATE = "empty_strided_cpu"
 _KERNELS = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 _READS_SIZES = re.compile(r"\w+_(?:size|stride) = \w+\.(?:size|stride)\(\)")
+
+
+Ints: TypeAlias = Sequence[int] | NDArray[np.int64]
 
 
 class NotReplayable(Exception):
@@ -67,11 +72,11 @@ class Recording(NamedTuple):
         outputs: what is returned.
     """
 
-    words: Sequence[int]
-    at: Sequence[int]
-    base: Sequence[int]
-    offset: Sequence[int]
-    inputs: list[int]
+    words: Ints
+    at: Ints
+    base: Ints
+    offset: Ints
+    inputs: Sequence[int]
     arena_bytes: int
     storages: list[int]
     outputs: list[Output]

@@ -159,8 +159,16 @@ class Replay:
 
     def recording(self) -> Recording:
         """Return what it was made of."""
-        words: tuple[Any, ...] = self._words, self._at, self._base, self._offset
-        return Recording(*words, self._indices, self._arena_bytes, self._storages, self._outputs)
+        return Recording(
+            self._words,
+            self._at,
+            self._base,
+            self._offset,
+            self._indices,
+            self._arena_bytes,
+            self._storages,
+            self._outputs,
+        )
 
     def run(
         self, args: Sequence[Any], replays: Replays, garbage: int | None = None

@@ -108,9 +108,8 @@ def read_recordings(folder: Path, libraries: Sequence[Path]) -> list[Recording]:
     recordings, start = [], 0
     for graph in layout["graphs"]:
         ends = start + np.cumsum(graph["sizes"])
-        *arrays, calls = np.split(numbers[start : ends[-1]], ends[:-1] - start)
+        words, at, base, offset, calls = np.split(numbers[start : ends[-1]], ends[:-1] - start)
         start = int(ends[-1])
-        words = arrays[0]
         words[calls] = addresses[words[calls]]
         outputs = [
             Output(
@@ -123,7 +122,16 @@ def read_recordings(folder: Path, libraries: Sequence[Path]) -> list[Recording]:
             for each in graph["outputs"]
         ]
         recordings.append(
-            Recording(*arrays, graph["inputs"], graph["arena_bytes"], graph["storages"], outputs)
+            Recording(
+                words,
+                at,
+                base,
+                offset,
+                graph["inputs"],
+                graph["arena_bytes"],
+                graph["storages"],
+                outputs,
+            )
         )
     return recordings
 
