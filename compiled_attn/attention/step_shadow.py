@@ -80,7 +80,11 @@ def step_shadow(
 
 
 def logits_shadow(
-    shadow: SlotShadow, metadata: UnifiedMetadata, rows: Tensor, tokens: int
+    shadow: SlotShadow,
+    metadata: UnifiedMetadata,
+    rows: Tensor,
+    tokens: int,
+    window: int | None = None,
 ) -> StepShadow:
     """Returns what the last layer compares for the ``rows [L]`` that need logits.
 
@@ -89,6 +93,7 @@ def logits_shadow(
         metadata: metadata of these rows, as requests of one token each.
         rows: their indices among the tokens of the step.
         tokens: number of tokens of the step.
+        window: sliding window; None: none.
     """
     assert metadata.by_request is not None
     row = torch.arange(rows.shape[0], device=rows.device)
@@ -96,7 +101,8 @@ def logits_shadow(
     request = shadow.first("request", tokens)[rows]
     place = torch.where(is_real, shadow.get_buffer("rows")[request], shadow.requests)
     lengths = torch.where(is_real, shadow.first("positions", tokens)[rows] + 1, 0)
-    entries = _of_tables(shadow, metadata.by_request[0], place, lengths, request, None)
+    first = None if window is None else lengths - window
+    entries = _of_tables(shadow, metadata.by_request[0], place, lengths, request, first)
     nothing = torch.zeros_like(rows)
     return StepShadow(nothing, nothing.int(), *entries, shadow.error(shadow.layers))
 

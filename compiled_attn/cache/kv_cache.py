@@ -59,6 +59,8 @@ class PagedKVCache(nn.Module):
         has_value: False if values are part of the keys (MLA); then no V is allocated.
         shapes: shape of each layer, if layers differ; ``num_kv_heads``, ``head_dim`` and
             ``has_value`` are then informative only.
+        window: tokens that a token sees in any layer, itself included, if all have a sliding
+            window; None: all before it.
 
     Raises:
         ValueError: a size is too small; the number of ``shapes`` is not ``num_layers``; ``same_as``
@@ -90,6 +92,7 @@ class PagedKVCache(nn.Module):
         device: torch.device | str | None = None,
         has_value: bool = True,
         shapes: Sequence[KVShape] | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.num_layers = whole("num_layers", num_layers, 1)
@@ -98,6 +101,7 @@ class PagedKVCache(nn.Module):
         self.num_kv_heads = whole("num_kv_heads", num_kv_heads, 1)
         self.head_dim = whole("head_dim", head_dim, 1)
         self.has_value = has_value
+        self.window = None if window is None else whole("window", window, 1)
         self.is_quantised = dtype in QUANTISED
         alike = KVShape(num_kv_heads, head_dim, head_dim if has_value else None)
         self.shapes = tuple([alike] * num_layers if shapes is None else shapes)

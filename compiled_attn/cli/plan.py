@@ -115,8 +115,9 @@ def _engine(
     print(f"for the {kernel} kernel{note}")
     sizing = Sizing.of(model, config, LAYOUTS[kernel])
     step = StepSize.of(config, sizing.layout.symbolic)
-    limits = step_limits(config, step.tokens, sizing.context, sizing.num_blocks)
-    engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
+    limits = step_limits(config, step.tokens, sizing.context, sizing.num_blocks, sizing.window)
+    pool = config.block_size, limits.pool_blocks
+    engine = SimulatedEngine(limits.tokens, limits.seqs, *pool, window=sizing.window)
     cost = CostModel(sizing.layout.cost(work_of(model)))
     name = "table" if kernel == "native" else "engine"
     return sizing, engine, replace(step_kind(name, engine, sizing.context), cost=cost)

@@ -30,7 +30,7 @@ class StepTables:
     def _forget_blocks(self) -> None:
         self._swaps = self._pool.num_exchanges
         self._rows = RequestTable(*self._sizes, in_place=True)
-        self._seen: dict[Hashable, tuple[BlockTable, int, int]] = {}
+        self._seen: dict[Hashable, tuple[BlockTable, int, int, int]] = {}
 
     def of(
         self, request_ids: Iterable[Hashable], changed: Iterable[Hashable] | None = None
@@ -44,17 +44,21 @@ class StepTables:
             table = table_of(request_id)
             blocks = table.blocks
             count, last = len(blocks), blocks[-1] if blocks else 0
-            before, known, known_last = seen.get(request_id, (None, 0, 0))
-            if before is table and known == count and known_last == last:
+            state = table, count, last, table.num_released
+            if (found := seen.get(request_id)) == state:
                 continue
+            before, known, known_last, _ = found or (None, 0, 0, 0)
             if before is not table:
                 self._begin(request_id)
                 known = 0
             elif known and blocks[known - 1] != known_last:
                 known -= 1
+            if table.num_released:
+                self._rows.release(request_id, table.num_released)
+                known = max(known, table.num_released)
             if known < count:
                 self._rows.write(request_id, known, table.array[known:count])
-            seen[request_id] = table, count, last
+            seen[request_id] = state
         if len(seen) > self._pool.num_requests:
             self._close_up()
         return self._rows
@@ -149,7 +153,8 @@ class BlockMemory:
 
     def _new_pool(self) -> BlockPool:
         sizing = self._executor.sizing
-        return BlockPool(sizing.num_blocks, sizing.block_size, key=self._config.prefix_key)
+        key, window = self._config.prefix_key, sizing.window
+        return BlockPool(sizing.num_blocks, sizing.block_size, key=key, window=window)
 
     def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
         waste = self._config.defrag_waste

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from compiled_attn.cache.blocks.window import most_held
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from graphs.capture.memory import free_bytes, machine_bytes
 
@@ -34,7 +36,14 @@ class CacheSize:
     why: str
 
     @staticmethod
-    def of(model: PreTrainedModel, config: EngineConfig, context: int, ranks: int = 1) -> CacheSize:
+    def of(
+        model: PreTrainedModel,
+        config: EngineConfig,
+        context: int,
+        ranks: int = 1,
+        slot: PagedKVCache | None = None,
+        step: int | None = None,
+    ) -> CacheSize:
         """Returns the size as configured, or a default.
 
         The default is four times the weights, but at least 256 MiB; at most half of the free
@@ -45,15 +54,22 @@ class CacheSize:
 
         Args:
             ranks: ranks that divide a context; the size is that of one rank.
+            slot: a cache of the model; None: makes one.
+            step: tokens of a step at most, which a request holds beyond a sliding window; None: as
+                many as the context.
 
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
         """
-        from compiled_attn.models.hf import cache_for  # loads transformers
+        if slot is None:
+            from compiled_attn.models.hf import cache_for  # loads transformers
 
-        slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
-        block_bytes = slot.bytes_per_block * config.block_size
-        blocks, why = _blocks(model, config, -(-context // ranks), block_bytes)
+            slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
+        block_bytes = slot.bytes_per_block // slot.block_size * config.block_size
+        window = slot.window if ranks == 1 else None
+        context = -(-context // ranks)
+        request = most_held(context, window, step or context, config.block_size)
+        blocks, why = _blocks(model, config, request, block_bytes)
         _refuse_beyond_memory(model, config, blocks, block_bytes)
         name = str(slot.dtype).removeprefix("torch.")
         return CacheSize(name, blocks * block_bytes, blocks, (blocks - 1) * config.block_size, why)
@@ -65,13 +81,12 @@ def memory_for(model: nn.Module) -> int | None:
 
 
 def _blocks(
-    model: PreTrainedModel, config: EngineConfig, context: int, block_bytes: int
+    model: PreTrainedModel, config: EngineConfig, request: int, block_bytes: int
 ) -> tuple[int, str]:
     if config.num_blocks is not None:
         return config.num_blocks, "num_blocks"
     if config.kv_bytes is not None:
         return _blocks_within(config.kv_bytes, block_bytes, config), "kv_memory"
-    request = -(-context // config.block_size)
     limits = [(budget // block_bytes, why) for budget, why in _budgets(model)]
     limits.append((config.max_seqs * request, "max_seqs requests of full context"))
     least = request, "one request of full context"

@@ -99,7 +99,7 @@ class LocalExecutor:
             **self._steps.options,
         )
         self.sanitize(config.sanitize)
-        self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
+        self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size, sizing.window)
         self._plan_notes: Mapping[str, str] = {}
         self._has_logged_cut = self._is_attached = False
 

@@ -297,7 +297,7 @@ def check_lengths(sizing: Sizing, prompt: int, new: int) -> None:
             f"{new}: shorten the prompt or max_new_tokens (scale a trace), or raise the context"
         )
     # The last token is never computed, so it needs no slot.
-    _check_blocks(sizing, length, -(-(length - 1) // sizing.block_size))
+    _check_blocks(sizing, length, sizing.most_blocks(length - 1))
 
 
 def _check_blocks(sizing: Sizing, length: int, blocks: int) -> None:
@@ -307,7 +307,7 @@ def _check_blocks(sizing: Sizing, length: int, blocks: int) -> None:
             f"{sizing.block_size}), got {sizing.num_blocks - 1} blocks: "
             f"raise num_blocks to at least {-(-blocks // sizing.ranks) + 1}"
         )
-    need = sizing.layout.smallest_need(blocks)
+    need = sizing.layout.smallest_need(min(blocks, sizing.read_blocks))
     try:
         sizing.buckets.pick(**need)
     except BucketOverflow as error:

@@ -18,6 +18,7 @@ from typing import NamedTuple, overload
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import PromptKeys
+from compiled_attn.cache.blocks.window import most_held
 from compiled_attn.engine.request_state import RequestState, Status
 
 __all__ = ["ScheduledStep", "ScheduledTokens", "Scheduler"]
@@ -202,6 +203,16 @@ class Scheduler:
                 sequence.commit_from = self.pool.commit(
                     sequence.request_id, sequence.tokens, computed
                 )
+                if self.pool.window is not None:
+                    self._release(sequence, computed, self.pool.window - 1)
+
+    def _release(self, sequence: RequestState, computed: int, before: int) -> None:
+        """Releases the blocks that neither the next step, which may be launched, nor a later one
+        reads: a token sees ``before`` others.
+        """
+        first = max(0, computed - before)
+        following = self.pool.release_before(sequence.request_id, first) + before
+        sequence.commit_from = min(sequence.commit_from, following)
 
     def finish(self, sequence: RequestState, *, has_failed: bool = False) -> None:
         """Removes a sequence, running or waiting, and frees its blocks.
@@ -301,9 +312,10 @@ class Scheduler:
 
     def _has_blocks(self, sequence: RequestState, prompt: PromptKeys | None) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.
-        spare = len(self.running) * self.pool.block_size
-        length = len(sequence.tokens) + spare
-        return self.pool.can_allocate(length, prompt, salt=sequence.salt)
+        pool, spare, length = self.pool, len(self.running), len(sequence.tokens)
+        at_once = most_held(length, pool.window, self.max_tokens, pool.block_size) + spare
+        length += spare * pool.block_size
+        return pool.can_allocate(length, prompt, salt=sequence.salt, at_once=at_once)
 
 
 def _extra_rows(sequence: RequestState, count: int) -> int:

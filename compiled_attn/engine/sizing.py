@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compiled_attn.cache.blocks.window import most_held
 from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.step import ModelWork, PartsLayout, StepLayout, StepLimits, TableLayout
@@ -90,6 +91,8 @@ class Sizing:
         step: the most tokens of a step, and the reason; None: as configured.
         ranks: how many share the cache.
         recorded: counts the needs of steps, with ``learn_buckets``.
+        window: tokens that a token sees, itself included, where all layers have a sliding window
+            and one rank has the cache: blocks before it are released. None: no block is.
     """
 
     context: int
@@ -102,6 +105,7 @@ class Sizing:
     step: StepSize | None = None
     ranks: int = 1
     recorded: RecordedSizes | None = None
+    window: int | None = None
 
     @staticmethod
     def of(
@@ -116,11 +120,15 @@ class Sizing:
             ConfigError: the sizes do not fit the model or each other.
         """
         context = _context(model, config)
-        cache = CacheSize.of(model, config, context, ranks)
-        num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
         step = StepSize.of(config, layout.symbolic)
-        limits = step_limits(config, step.tokens, context, num_blocks)
-        steps = layout(num_blocks, config.block_size, limits.context_blocks)
+        from compiled_attn.models.hf import cache_for  # loads transformers
+
+        slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
+        cache = CacheSize.of(model, config, context, ranks, slot, step.tokens)
+        num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
+        window = slot.window if ranks == 1 else None
+        limits = step_limits(config, step.tokens, context, num_blocks, window)
+        steps = layout(num_blocks, config.block_size, -(-context // config.block_size))
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         if recorded := _recorded(config, buckets.names):
             buckets = _with_learned(config, buckets, recorded)
@@ -137,6 +145,7 @@ class Sizing:
             step,
             ranks,
             recorded,
+            window,
         )
         sizing._refuse_steps_beyond_memory(model)
         return sizing
@@ -145,6 +154,16 @@ class Sizing:
     def table_width(self) -> int:
         """Blocks of a request of full context."""
         return -(-self.context // self.block_size)
+
+    @property
+    def read_blocks(self) -> int:
+        """Blocks that one token reads at most."""
+        return most_held(self.context, self.window, 1, self.block_size)
+
+    def most_blocks(self, length: int) -> int:
+        """Returns the blocks that a request of ``length`` tokens holds at most at a time."""
+        step = self.context if self.step is None else self.step.tokens
+        return most_held(length, self.window, step, self.block_size)
 
     def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
         available = memory_for(model)
@@ -157,12 +176,14 @@ class Sizing:
                 )
 
 
-def step_limits(config: EngineConfig, most: int, context: int, num_blocks: int) -> StepLimits:
+def step_limits(
+    config: EngineConfig, most: int, context: int, num_blocks: int, window: int | None = None
+) -> StepLimits:
     """Computes the largest step: each running request writes to a block, each token to a slot."""
     pool = num_blocks - 1
     seqs = min(config.max_seqs, pool)
     tokens = min(most, pool * config.block_size, seqs * context)
-    return StepLimits(tokens, seqs, -(-context // config.block_size), pool)
+    return StepLimits(tokens, seqs, most_held(context, window, 1, config.block_size), pool)
 
 
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:

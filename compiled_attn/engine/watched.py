@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.cache.blocks import BlockPool, BlockTable
+from compiled_attn.cache.blocks.window import blocks_before
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.executor import Executor, PlannedStep
@@ -108,6 +109,7 @@ class StepWatch:
         tables = {each: pool.table(each).blocks for each in pool.requests}
         held = np.concatenate([np.array(blocks, np.int64) for blocks in tables.values()])
         counts = np.bincount(held, minlength=pool.num_blocks)
+        counts[0] = 0  # released blocks
         wrong = {block: "wrong_owner" for block in fresh if counts[block] != 1}
         size = pool.block_size
         for part in parts:
@@ -149,10 +151,12 @@ class StepWatch:
 
 def _parts(step: ScheduledStep, pool: BlockPool) -> list[StepTokens]:
     """What the requests of a step compute, with their blocks."""
+    size, window = pool.block_size, pool.window
     return [
         StepTokens(
             sequence.request_id, sequence.tokens, start, count,
             pool.table(sequence.request_id).blocks, sequence.salt,
+            blocks_before(start, window, size) * size,
         )
         for sequence, count, start in step
     ]  # fmt: skip

@@ -23,15 +23,18 @@ class BatchBuilder:
 
     Args:
         num_blocks: blocks of the cache, null block 0 included.
+        window: tokens that a token sees, itself included, where all layers have a sliding window:
+            blocks before it may be null. None: all blocks are read.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
         if num_blocks < 2 or block_size < 1:
             raise ValueError(
                 f"expected num_blocks >= 2 and block_size >= 1, got {num_blocks} and {block_size}"
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._window = window
         self._parts = PartsLayout(num_blocks, block_size)
         self._tables = TableLayout(num_blocks, block_size)
         # Scratch of the size of the cache, written and read only where a step has slots.
@@ -168,6 +171,9 @@ class BatchBuilder:
         check_ids(written, self.num_blocks)
         slots = written * self.block_size + offset
         self._check_slots(slots)
+        unread = None
+        if self._window is not None:
+            unread = np.maximum(context - self._window + 1, 0) // self.block_size
         return StepRows(
             blocks,
             base,
@@ -181,6 +187,7 @@ class BatchBuilder:
             positions,
             slots,
             in_place,
+            unread,
         )
 
     def _check_slots(self, slots: Ints) -> None:

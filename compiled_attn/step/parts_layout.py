@@ -123,9 +123,13 @@ class PartsLayout:
 
     def _entries(self, rows: StepRows, visible: Ints) -> BlockEntries:
         counts = -(-visible // self.block_size)
+        if rows.unread is not None:
+            counts = counts - rows.unread
         first = np.cumsum(counts) - counts
         owner = np.repeat(np.arange(len(counts)), counts)
         index = np.arange(len(owner)) - first[owner]
+        if rows.unread is not None:
+            index += rows.unread[owner]
         starts = index * self.block_size
         usage = np.minimum(visible[owner] - starts, self.block_size)
         ids = rows.blocks[rows.base[owner] + index].astype(np.int64)

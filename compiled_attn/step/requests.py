@@ -125,6 +125,15 @@ class RequestTable:
         self.blocks[row, end:before] = 0
         self.lengths[row] = end
 
+    def release(self, request_id: Hashable, count: int) -> None:
+        """Replaces the first ``count`` blocks of a request's row by null block 0: no step reads
+        them, as they are before the sliding windows of all layers.
+        """
+        self._check_room(request_id, 0, count)
+        row = self.row(request_id)
+        self.blocks[row, :count] = 0
+        self.lengths[row] = max(count, self.lengths[row])
+
     def remove(self, request_id: Hashable) -> None:
         """Frees the row of a request."""
         self._free.append(self.row(request_id))
@@ -176,10 +185,11 @@ class StepRows(NamedTuple):
 
     Request i's block table is ``blocks[base[i] : base[i] + held[i]]``, followed by arbitrary values
     up to the length of the longest. ``in_place``, if not None, has the tables in its first R rows,
-    padded with null block 0.
+    padded with null block 0. ``unread`` counts leading blocks that are before the sliding windows
+    of all layers, and may be null; None: there are no windows.
 
-    Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row ``[R]``;
-    tokens, positions, slots ``[T]``.
+    Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row, unread
+    ``[R]``; tokens, positions, slots ``[T]``.
     """
 
     blocks: NDArray[np.int32]
@@ -194,6 +204,7 @@ class StepRows(NamedTuple):
     positions: Ints
     slots: Ints
     in_place: NDArray[np.int32] | None
+    unread: Ints | None = None
 
 
 def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> NDArray[np.int32]:
@@ -216,13 +227,19 @@ def block_ids(blocks: Sequence[int] | Ints) -> NDArray[np.int32]:
     return np.asarray(blocks, np.int64).clip(_INT32.min, _INT32.max).astype(np.int32)
 
 
-def check_tables(tables: NDArray[np.int32], used: Ints, num_blocks: int) -> None:
+def check_tables(
+    tables: NDArray[np.int32], used: Ints, num_blocks: int, unread: Ints | None = None
+) -> None:
     """Raises ValueError unless the first ``used [R]`` entries of each row of ``[R, W]`` are valid
-    block ids, and the others 0.
+    block ids, and the others 0; the first ``unread [R]`` may be 0 too.
     """
     low, high, ids = tables.min(initial=0), tables.max(initial=0), int(used.sum())
     if low < 0 or high >= num_blocks or np.count_nonzero(tables) != ids:
-        check_ids(tables[np.arange(tables.shape[1]) < used[:, None]], num_blocks)
+        column = np.arange(tables.shape[1])
+        is_read = column < used[:, None]
+        if unread is not None:
+            is_read &= (column >= unread[:, None]) | (tables != 0)
+        check_ids(tables[is_read], num_blocks)
 
 
 def logits_rows(rows: StepRows) -> Ints:

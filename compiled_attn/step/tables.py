@@ -215,7 +215,7 @@ class TableLayout:
         used = -(-(rows.context + rows.query) // self.block_size)
         if rows.in_place is None:
             tables = block_tables(rows, used, len(used), int(used.max()))
-            check_tables(tables, used, self.num_blocks)
+            check_tables(tables, used, self.num_blocks, rows.unread)
         return TablePlan(rows, used, self.width)
 
     def padding(self, bucket: Mapping[str, int]) -> TableBatch:

@@ -86,6 +86,16 @@ class BlockAllocator:
             if key in self._cached:  # the same content was used until now
                 self._cached.move_to_end(key)
 
+    def withdraw(self, key: bytes) -> None:
+        """Removes the block that ``key`` finds from the prefix cache; a cached one becomes free."""
+        if key not in self._index:
+            return
+        block = self._index.block(key)
+        if key in self._cached:
+            del self._cached[key]
+            self.states.release(block)
+        self._index.remove(block)
+
     def copy(self, block: int) -> int:
         """Returns a fresh block that will be a copy of ``block``, which is pinned until then.
 
@@ -115,6 +125,22 @@ class BlockAllocator:
         self._index.rename(new_ids)
         self.copies.rename(new_ids)
         return new_ids
+
+    def counts(self) -> dict[str, int]:
+        """Returns the fields of `PoolStats` that this class counts."""
+        states = self.states
+        return {
+            "total": states.num_blocks - 1,
+            "used": states.num_used,
+            "free": states.num_free,
+            "cached": states.num_cached,
+            "highest_used": states.highest_used,
+            "high_water": states.high_water,
+            "peak_used": self.peak_used,
+            "allocations": self.num_allocations,
+            "evictions": self.num_evictions,
+            "copies": self.num_copies,
+        }
 
     def _note_use(self, block: int) -> None:
         self.refs[block] = 1

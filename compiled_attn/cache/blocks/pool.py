@@ -40,6 +40,8 @@ class BlockPool:
         block_size: slots (tokens) in a block, at least 1.
         key: hash key of the prefix cache, 1 to 64 secret bytes; None draws a random one for this
             pool. Set it if digests must be equal in several processes.
+        window: tokens that a token sees, itself included, if all layers have a sliding window: a
+            prefix is found if its blocks in the last window are. None: no limit.
 
     Attributes:
         refcounts: live, read-only, ``[num_blocks]`` int32; a pending copy counts for its source.
@@ -55,11 +57,19 @@ class BlockPool:
         pool.free("a")
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, key: bytes | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        key: bytes | None = None,
+        window: int | None = None,
+    ) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
         self.num_exchanges = 0
-        self._index = PrefixIndex(self.block_size, key=key)
+        self._index = PrefixIndex(self.block_size, key=key, window=window)
+        self.window = self._index.window
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
         self.refcounts: NDArray[np.int32] = np.frombuffer(self._blocks.refs, dtype=np.int32)
@@ -136,9 +146,10 @@ class BlockPool:
             raise DuplicateRequest(request_id)
         table = BlockTable(request_id, self.block_size, self._index.root(salt))
         if tokens is not None:
-            prompt = self._keys_of(tokens, salt)
+            prompt = self._index.prompt(tokens, salt)
             count = len(prompt.tokens)
             blocks, key = self._index.match(prompt, limit=max(0, count - 1))
+            table._skip(prompt.keys(blocks.count(0)))
             self._hold(table, blocks)
             table._key, table._num_keyed = key, len(blocks)
             table.num_cached_tokens = table.num_computed = len(blocks) * self.block_size
@@ -149,16 +160,28 @@ class BlockPool:
         return table
 
     def can_allocate(
-        self, length: int, tokens: Tokens | PromptKeys | None = None, *, salt: Salt = None
+        self,
+        length: int,
+        tokens: Tokens | PromptKeys | None = None,
+        *,
+        salt: Salt = None,
+        at_once: int | None = None,
     ) -> bool:
-        """Whether ``add`` and then ``reserve`` of a new request would succeed; no side effects."""
+        """Whether ``add`` and then ``reserve`` of a new request would succeed; no side effects.
+
+        ``at_once``: blocks that it holds at most at a time, if others are released; None: all.
+        """
         needed = -(-whole("length", length, 0) // self.block_size)
         hits: list[int] = []
         if tokens is not None:
-            prompt = self._keys_of(tokens, salt)
+            prompt = self._index.prompt(tokens, salt)
             hits, _ = self._index.match(prompt, limit=max(0, len(prompt.tokens) - 1))
+        needed -= len(hits)
+        hits = hits[hits.count(0) :]
+        if at_once is not None:
+            needed = min(needed, at_once - len(hits))
         cached = len(hits) - int(np.count_nonzero(self.refcounts[hits])) if hits else 0
-        return needed - len(hits) <= self.available - cached
+        return needed <= self.available - cached
 
     def can_reserve(self, request_id: Hashable, length: int) -> bool:
         """Whether ``reserve(request_id, length)`` would succeed; no side effects."""
@@ -243,13 +266,26 @@ class BlockPool:
 
         Nothing that the request, or a later fork of it, computes from now on is indexed either.
         Requests that hold the blocks keep them. If another block has the same content, prompts find
-        that one.
+        that one. For a released block, what its content finds now is withdrawn.
 
         Args:
             request_id: the request.
             first: index of its first block that is withdrawn; earlier ones stay indexed.
         """
-        self.table(request_id)._withdraw(self._index, whole("first", first, 0))
+        self.table(request_id)._withdraw(self._blocks, self._index, whole("first", first, 0))
+
+    def release_before(self, request_id: Hashable, position: int) -> int:
+        """Releases the blocks of positions below ``position`` alone, which no later step reads.
+
+        The table holds null block 0 in their places. Committed ones stay cached.
+
+        Returns:
+            The smallest position that releases another block.
+
+        Raises:
+            ValueError: ``position`` is not between 0 and ``num_computed`` of the table.
+        """
+        return self.table(request_id)._release(position, self._blocks, self._index)
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
         """Registers ``child_id`` with the blocks, positions and salt of ``parent_id``, uncopied.
@@ -265,6 +301,7 @@ class BlockPool:
         if child_id in self._tables:
             raise DuplicateRequest(child_id)
         child = BlockTable(child_id, self.block_size, parent._key)
+        child._skip(parent._released_keys)
         self._hold(child, parent.blocks)
         child._num_keyed = parent._num_keyed
         child.length, child.num_computed = parent.length, parent.num_computed
@@ -298,7 +335,7 @@ class BlockPool:
         """
         table = self.table(request_id)
         # Last block first, so that the tail of a chain is evicted before what leads to it.
-        while table.blocks:
+        while len(table.blocks) > table.num_released:
             self._blocks.release(table.blocks.pop())
         table._clear()
         del self._tables[request_id]
@@ -340,20 +377,10 @@ class BlockPool:
 
     def stats(self) -> PoolStats:
         """Returns the current statistics; O(number of requests)."""
-        blocks, states = self._blocks, self._blocks.states
         last = {t.blocks[-1]: t.fragmentation for t in self._tables.values() if t.blocks}
         return PoolStats(
-            total=self.num_blocks - 1,
-            used=states.num_used,
-            free=states.num_free,
-            cached=states.num_cached,
+            **self._blocks.counts(),
             requests=len(self._tables),
-            highest_used=states.highest_used,
-            high_water=states.high_water,
-            peak_used=blocks.peak_used,
-            allocations=blocks.num_allocations,
-            evictions=blocks.num_evictions,
-            copies=blocks.num_copies,
             preemptions=self._num_preemptions,
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
@@ -368,16 +395,6 @@ class BlockPool:
         )
 
     def _hold(self, table: BlockTable, blocks: list[int]) -> None:
-        for block in blocks:
+        for block in blocks[table.num_released :]:
             self._blocks.acquire(block)
         table._extend(blocks)
-
-    def _keys_of(self, tokens: Tokens | PromptKeys, salt: Salt) -> PromptKeys:
-        if not isinstance(tokens, PromptKeys):
-            return PromptKeys(self._index, tokens, salt)
-        if tokens.index is not self._index:
-            raise ValueError(
-                "expected a prompt of this pool, got one of another, whose hash differs: create it "
-                "with prompt() of this pool"
-            )
-        return tokens

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.window import blocks_before
 
 __all__ = ["TOKEN_BYTES", "PrefixIndex", "PromptKeys", "Salt", "Tokens"]
 
@@ -52,6 +53,28 @@ class PromptKeys:
             blocks.append(block)
         return blocks, keys[len(blocks)]
 
+    def match_window(
+        self, block_of: Mapping[bytes, int], limit: int, window: int
+    ) -> tuple[list[int], bytes]:
+        """Returns what `match` does if only the last ``window`` tokens are read: the longest prefix
+        whose blocks of those tokens are found, with null block 0 for all earlier ones.
+        """
+        keys, size = self._keys, self.index.block_size
+        for number in range(len(keys) - 1, limit // size):
+            keys.append(self.index.next_key(keys[number], self.tokens, number * size))
+        found = [block_of.get(key, 0) for key in keys[1 : limit // size + 1]]
+        end = in_row = 0
+        for count, block in enumerate(found, 1):
+            in_row = in_row + 1 if block else 0
+            if in_row >= count - blocks_before(count * size, window, size):
+                end = count
+        first = blocks_before(end * size, window, size)
+        return [0] * first + found[first:end], keys[end]
+
+    def keys(self, count: int) -> list[bytes]:
+        """Returns the keys of the first ``count`` blocks, which a match has found or skipped."""
+        return self._keys[1 : count + 1]
+
 
 class PrefixIndex:
     """Content address of full blocks: ``key(block) = hash(key(parent), tokens of the block)``.
@@ -68,6 +91,8 @@ class PrefixIndex:
         block_size: tokens in a full block, at least 1.
         key: hash key, 1 to 64 secret bytes; None draws a random one for this index. Indices with
             equal keys compute equal digests in every process.
+        window: tokens that a token sees, itself included: a prefix is then found if its blocks in
+            the window of the next token are, see `PromptKeys.match_window`. None: if all are.
 
     Raises:
         TypeError: the key is not bytes, or ``block_size`` not an integer.
@@ -81,7 +106,10 @@ class PrefixIndex:
         index.match([5, 6, 7])  # ([3], key)
     """
 
-    def __init__(self, block_size: int, *, key: bytes | None = None) -> None:
+    def __init__(
+        self, block_size: int, *, key: bytes | None = None, window: int | None = None
+    ) -> None:
+        self.window = None if window is None else whole("window", window, 1)
         self.block_size = whole("block_size", block_size, 1)
         self._hash_key = _checked_key(key)
         self._block_of: dict[bytes, int] = {}
@@ -115,7 +143,11 @@ class PrefixIndex:
         return self._digest(parent + token_bytes(block))
 
     def match(
-        self, tokens: Tokens | PromptKeys, salt: Salt = None, *, limit: int | None = None
+        self,
+        tokens: Tokens | PromptKeys,
+        salt: Salt = None,
+        *,
+        limit: int | None = None,
     ) -> tuple[list[int], bytes]:
         """Returns the blocks of the longest indexed prefix of ``tokens``, and the key after it.
 
@@ -125,7 +157,21 @@ class PrefixIndex:
             limit: number of tokens that are looked up; None: all.
         """
         prompt = tokens if isinstance(tokens, PromptKeys) else PromptKeys(self, tokens, salt)
-        return prompt.match(self._block_of, len(prompt.tokens) if limit is None else limit)
+        limit = len(prompt.tokens) if limit is None else limit
+        if self.window is None:
+            return prompt.match(self._block_of, limit)
+        return prompt.match_window(self._block_of, limit, self.window)
+
+    def prompt(self, tokens: Tokens | PromptKeys, salt: Salt) -> PromptKeys:
+        """Returns the keys of tokens; ``ValueError`` for keys of another index."""
+        if not isinstance(tokens, PromptKeys):
+            return PromptKeys(self, tokens, salt)
+        if tokens.index is not self:
+            raise ValueError(
+                "expected a prompt of this pool, got one of another, whose hash differs: create it "
+                "with prompt() of this pool"
+            )
+        return tokens
 
     def insert(self, key: bytes, block: int) -> bool:
         """Indexes ``block`` under ``key``; returns whether it is the block that is found.
@@ -153,6 +199,9 @@ class PrefixIndex:
     def block(self, key: bytes) -> int:
         """Returns the block that ``key`` finds; ``KeyError`` if there is none."""
         return self._block_of[key]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._block_of
 
     def remove(self, block: int) -> None:
         """Removes a block if it is indexed; its key finds the oldest duplicate from now on."""

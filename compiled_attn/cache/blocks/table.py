@@ -30,8 +30,10 @@ class BlockTable:
     Attributes:
         request_id: the request that holds the blocks.
         block_size: slots in a block.
-        blocks: physical blocks in the order of positions, ``ceil(length / block_size)`` of them,
-            never the null block 0.
+        blocks: physical blocks in the order of positions, ``ceil(length / block_size)`` of them;
+            the null block 0 stands for the released ones only.
+        num_released: leading blocks that the request no longer holds, see
+            ``BlockPool.release_before``.
         length: positions reserved: the table can address positions ``< length``, written or not.
         num_computed: positions ``< num_computed`` hold computed K/V (prefix hits, then whatever
             was committed).
@@ -43,11 +45,13 @@ class BlockTable:
         "_key",
         "_next_full",
         "_num_keyed",
+        "_released_keys",
         "block_size",
         "blocks",
         "length",
         "num_cached_tokens",
         "num_computed",
+        "num_released",
         "request_id",
     )
 
@@ -58,6 +62,8 @@ class BlockTable:
         self.length = 0
         self.num_computed = 0
         self.num_cached_tokens = 0
+        self.num_released = 0
+        self._released_keys: list[bytes | None] = []
         self._array: NDArray[np.int64] = np.zeros(8, dtype=np.int64)
         # The chain key after the first ``_num_keyed`` blocks; None if a withdrawn block breaks the
         # chain, so that no later block can have a key.
@@ -92,7 +98,7 @@ class BlockTable:
     def slot(self, position: int) -> int:
         """Returns the flat cache slot ``block * block_size + offset`` of ``position``.
 
-        Raises ``ValueError`` unless ``0 <= position < length``.
+        Raises ``ValueError`` unless ``0 <= position < length``, or if its block was released.
         """
         position = whole("position", position, 0)
         if position >= self.length:
@@ -101,6 +107,11 @@ class BlockTable:
                 f"got {position}: reserve it first"
             )
         block, offset = divmod(position, self.block_size)
+        if block < self.num_released:
+            raise ValueError(
+                f"expected a position >= {self.num_released * self.block_size} of request "
+                f"{self.request_id!r}, got {position}: its block was released"
+            )
         return self.blocks[block] * self.block_size + offset
 
     def block_table(self, pad_to: int | None = None) -> NDArray[np.int32]:
@@ -152,6 +163,25 @@ class BlockTable:
         """Whether the next position is in a block that another table holds too."""
         return self.length % self.block_size != 0 and blocks.is_shared(self.blocks[-1])
 
+    def _release(self, before: int, blocks: BlockAllocator, index: PrefixIndex) -> int:
+        if whole("position", before, 0) > self.num_computed:
+            raise ValueError(
+                f"expected a position <= {self.num_computed} (computed) of request "
+                f"{self.request_id!r}, got {before}: commit first"
+            )
+        for at in range(self.num_released, before // self.block_size):
+            block = self.blocks[at]
+            self._released_keys.append(index.key(block))
+            self.blocks[at] = self._array[at] = 0
+            self.num_released = at + 1
+            blocks.release(block)
+        return (self.num_released + 1) * self.block_size
+
+    def _skip(self, keys: Iterable[bytes | None]) -> None:
+        """Notes that the first blocks are null, with these keys."""
+        self._released_keys = [*keys]
+        self.num_released = len(self._released_keys)
+
     def _check_commit(self, tokens: Tokens, length: int, copies: PendingCopies) -> None:
         if not self.num_computed <= length <= self.length:
             raise ValueError(
@@ -186,9 +216,12 @@ class BlockTable:
             key = index.put(key, data[number * size : (number + 1) * size], block)
         self._key, self._num_keyed = key, stop
 
-    def _withdraw(self, index: PrefixIndex, first: int) -> None:
+    def _withdraw(self, blocks: BlockAllocator, index: PrefixIndex, first: int) -> None:
         self._key = None
-        for block in self.blocks[first:]:
+        for key in self._released_keys[first:]:
+            if key is not None:
+                blocks.withdraw(key)
+        for block in self.blocks[max(first, self.num_released) :]:
             index.remove(block)
 
     def _rename(self, new_ids: Mapping[int, int]) -> None:
@@ -211,6 +244,7 @@ class BlockTable:
     def _clear(self) -> None:
         self._array.fill(0)
         self.blocks.clear()
+        self._skip([])
         self.length = self.num_computed = self.num_cached_tokens = self._next_full = 0
 
 

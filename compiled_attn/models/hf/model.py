@@ -164,11 +164,12 @@ class PagedCausalLM(nn.Module):
         return logits[rows] if has_all and not options else logits
 
     def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
-        size, windows = cache.block_size, self.windows
+        size, windows, longest = cache.block_size, self.windows, cache.window
         rows, tokens, shadow = step.logits_index, step.input_ids, cache.shadow
         paged = PagedStep.of(cache, self.layout.metadata(step, size), windows)
         if shadow is not None:
-            paged = replace(paged, shadow=step_shadow(shadow, paged.by_window[None], tokens))
+            step_of = step_shadow(shadow, paged.by_window[None], tokens, longest)
+            paged = replace(paged, shadow=step_of)
         # Without a compiler the first run of the last layer would be computed for nothing.
         cuts = self._cuts_last_layer and (torch.compiler.is_compiling() or self._in_trial)
         if not cuts or statically_known_true(len(tokens) <= len(rows)):
@@ -178,7 +179,7 @@ class PagedCausalLM(nn.Module):
             return paged
         last = PagedStep.of(cache, few, windows)
         if shadow is not None:
-            last = replace(last, shadow=logits_shadow(shadow, few, rows, len(tokens)))
+            last = replace(last, shadow=logits_shadow(shadow, few, rows, len(tokens), longest))
         return replace(paged, logits=LogitsRows(rows, last))
 
     def remember(self) -> None:

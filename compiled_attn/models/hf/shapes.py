@@ -91,7 +91,8 @@ def cache_for(
         ValueError: the sizes are too small.
         ModelRefused: it cannot run on a paged cache, see `PagedCausalLM`.
     """
-    shapes = _shapes(calls_by_layer(model))
+    calls = calls_by_layer(model)
+    shapes, windows = _shapes(calls), [call.window or 0 for call in calls]
     return PagedKVCache(
         len(shapes),
         num_blocks,
@@ -102,6 +103,7 @@ def cache_for(
         device=model.device,
         has_value=any(shape.value_dim for shape in shapes),
         shapes=shapes,
+        window=max(windows) if all(windows) else None,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from compiled_attn.cache.blocks.window import most_held
 from compiled_attn.planner import Demand
 from compiled_attn.planner.simulator.engine import SimulatedEngine, StepTime, sequences
 from compiled_attn.planner.simulator.simulated_steps import SimulatedSteps
@@ -79,8 +80,9 @@ def simulate(
 
 def _check_fits(arrival: Arrival, engine: SimulatedEngine) -> None:
     longest = arrival.prompt_tokens + arrival.output_tokens - 1  # the last token is never computed
-    if -(-longest // engine.block_size) > engine.blocks:
+    size = engine.block_size
+    if most_held(longest, engine.window, engine.max_tokens, size) > engine.blocks:
         raise ValueError(
             f"expected a pool that holds a request of {longest + 1} tokens, got {engine.blocks} "
-            f"blocks of {engine.block_size}: raise blocks, or scale the lengths"
+            f"blocks of {size}: raise blocks, or scale the lengths"
         )

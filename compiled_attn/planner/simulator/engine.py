@@ -46,6 +46,7 @@ class SimulatedEngine:
         block_size: slots in a block.
         blocks: blocks of the pool, without the null block.
         time: seconds of steps.
+        window: see `BlockPool`.
 
     Raises:
         ValueError: a size below 1, or more requests than tokens.
@@ -56,6 +57,7 @@ class SimulatedEngine:
     block_size: int = 32
     blocks: int = 2048
     time: StepTime = field(default_factory=StepTime)
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_seqs", "block_size", "blocks"):

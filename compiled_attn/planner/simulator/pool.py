@@ -16,8 +16,8 @@ class CountingPool(BlockPool):
     ``shared`` and ``unique`` are the distinct blocks that several, or one, of these requests read.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+        super().__init__(num_blocks, block_size, window=window)
         self.shared = self.unique = 0
         self._readers = [0] * num_blocks
         self._read: defaultdict[Hashable, int] = defaultdict(int)  # blocks of each request
@@ -27,10 +27,17 @@ class CountingPool(BlockPool):
         self.unread(request_id)
         super().free(request_id)
 
+    def release_before(self, request_id: Hashable, position: int) -> int:
+        """See `BlockPool.release_before`."""
+        released = min(position // self.block_size, self._read.get(request_id, 0))
+        self._unread(self.table(request_id).blocks[:released])
+        return super().release_before(request_id, position)
+
     def read(self, request_id: int) -> None:
         """Count the blocks of a request as read by a single token, from this step on."""
-        blocks = self.table(request_id).blocks
-        for block in blocks[self._read[request_id] :]:
+        table = self.table(request_id)
+        blocks = table.blocks
+        for block in blocks[max(self._read[request_id], table.num_released) :]:
             self._readers[block] += 1
             if self._readers[block] == 1:
                 self.unique += 1
@@ -41,7 +48,10 @@ class CountingPool(BlockPool):
 
     def unread(self, request_id: Hashable) -> None:
         """Stop counting the blocks of a request as read."""
-        for block in self.table(request_id).blocks[: self._read.pop(request_id, 0)]:
+        self._unread(self.table(request_id).blocks[: self._read.pop(request_id, 0)])
+
+    def _unread(self, blocks: Iterable[int]) -> None:
+        for block in filter(None, blocks):  # released ones were counted when they were
             self._readers[block] -= 1
             if not self._readers[block]:
                 self.unique -= 1

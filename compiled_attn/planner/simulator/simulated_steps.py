@@ -28,7 +28,7 @@ class SimulatedSteps:
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
-        self.pool = CountingPool(engine.blocks + 1, engine.block_size)
+        self.pool = CountingPool(engine.blocks + 1, engine.block_size, engine.window)
         self.scheduler = self.scheduler_type(self.pool, engine.max_tokens, engine.max_seqs)
         self.needs: dict[str, list[tuple[int, ...]]] = {name: [] for name in self.axes}
         self.seconds = 0.0
@@ -69,8 +69,9 @@ class SimulatedSteps:
                 if not part.needs_logits:
                     once.append(sequence.request_id)
             elif sequence.computed:
-                blocks = pool.table(sequence.request_id).blocks
-                context += blocks[: -(-sequence.computed // pool.block_size)]
+                table = pool.table(sequence.request_id)
+                end = -(-sequence.computed // pool.block_size)
+                context += table.blocks[table.num_released : end]
         found = pool.counts(context)
         for request_id in once:
             pool.unread(request_id)

@@ -30,6 +30,7 @@ class StepTokens(NamedTuple):
             are in the cache.
         blocks: its block table, in order of position.
         salt: requests with equal tokens and salts may share blocks.
+        first: position before which no block is read; those blocks may be null.
     """
 
     request: Hashable
@@ -38,6 +39,7 @@ class StepTokens(NamedTuple):
     count: int  # type: ignore[assignment]  # not the method of a tuple
     blocks: Sequence[int] | NDArray[np.integer[Any]]
     salt: object = None
+    first: int = 0
 
 
 class Ledger:
@@ -102,7 +104,7 @@ class Ledger:
             positions.extend(range(start, end))
             tags.extend(lineage.tags[start:end])
             request.extend([number] * part.count)
-            sums.append(lineage.sums(start, end))
+            sums.append(lineage.sums(start, end, part.first))
             lineage.steps[start:end] = type(lineage.steps)("i", [self.step]) * part.count
             known, row[1] = row[1], max(row[1], end)
             at_rows.extend([row[0]] * (row[1] - known))
@@ -256,10 +258,11 @@ class Ledger:
         for number, part in enumerate(self._parts):
             end = part.start + part.count
             held = np.asarray(part.blocks[: -(-end // size)], np.int64)
-            there = tags[held].reshape(-1)[:end]
-            wrong = np.flatnonzero(there != self._lineages[part.request].span(0, end))
+            there, first = tags[held].reshape(-1)[:end], part.first
+            span = self._lineages[part.request].span(first, end)
+            wrong = np.flatnonzero(there[first:] != span)
             if len(wrong):
-                at = int(wrong[0])
+                at = first + int(wrong[0])
                 self._explain_read(0, int(held[at // size]), int(there[at]), number, at)
 
     def _history(self, tag: int, block: int) -> str:

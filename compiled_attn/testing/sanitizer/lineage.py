@@ -69,13 +69,17 @@ class Lineage:
         """Returns the tags of positions ``start .. end - 1``."""
         return np.array(self.tags[start:end], np.int64)
 
-    def sums(self, start: int, end: int) -> NDArray[np.int64]:
-        """Returns cumulative sums of ``tag * (2 * position + 1)`` modulo 2**64, of a range."""
+    def sums(self, start: int, end: int, first: int = 0) -> NDArray[np.int64]:
+        """Returns cumulative sums of ``tag * (2 * position + 1)`` modulo 2**64 of a range, over the
+        positions from ``first`` on.
+        """
         before, weight = self._weight
         if before != start:
             weight = int(_weights(self.span(0, start), 0).sum())
         sums: NDArray[np.int64] = np.cumsum(_weights(self.span(start, end), start)) + weight
         self._weight = end, int(sums[-1])
+        if first:
+            sums -= _weights(self.span(0, first), 0).sum()
         return sums
 
     def position(self, tag: int) -> int | None:

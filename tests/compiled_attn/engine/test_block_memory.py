@@ -15,12 +15,12 @@ from compiled_attn.step import RequestTable, TableLayout
 from compiled_attn.step.parts_layout import PartsLayout
 from tests.compiled_attn.engine.counting import CONFIG, Counting
 
-EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free"]), st.integers(0, 5))
+EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free", "release"]), st.integers(0, 5))
 
 
 @given(steps=st.lists(st.lists(EVENT, max_size=6), min_size=1, max_size=12), seed=st.integers(0, 9))
 def test_after_any_events_the_rows_are_the_blocks_of_the_pool(steps, seed):
-    pool = BlockPool(24, 4)
+    pool = BlockPool(24, 4, window=4 if seed % 2 else None)
     tables = StepTables(pool, max_requests=6, max_blocks=20)
     for number, events in enumerate(steps):
         for kind, name in events:
@@ -41,6 +41,8 @@ def _happen(pool: BlockPool, kind: str, name: int, seed: int) -> None:
         pool.reserve(name, len(prompt))
         pool.copied(pool.pending_copies())
         pool.commit(name, prompt, len(prompt))
+    elif kind == "release":
+        pool.release_before(name, pool.table(name).num_computed - 3)
     elif kind == "grow":
         pool.append(name, 3)
     elif kind == "fork":

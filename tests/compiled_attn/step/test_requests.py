@@ -108,6 +108,22 @@ def test_first_rows_are_read_in_place_where_they_may_be_and_equal_those_that_are
             assert torch.equal(one, other)
 
 
+def test_a_row_whose_first_blocks_are_released_is_still_read_in_place():
+    table = RequestTable(2, 4, in_place=True)
+    table.add("a", [5, 3, 1])
+    table.release("a", 2)
+    table.add("b")
+    table.release("b", 1)  # found in the prefix cache without its first block
+    table.write("b", 1, [7])
+    rows = BatchBuilder(8, 4, window=3).rows(table, [0, 1], [10, 6], [1, 1], [8, 9])
+    step = TableLayout(8, 4, 4).plan(rows).fill()
+    assert np.shares_memory(step.block_tables.numpy(), table.blocks)
+    assert step.block_tables.tolist() == [[0, 0, 1, 0], [0, 7, 0, 0]]
+    assert step.slot_mapping.tolist() == [4 + 2, 28 + 2]
+    with pytest.raises(ValueError, match="at most 4 blocks"):
+        table.release("b", 5)
+
+
 def test_a_table_over_a_cache_of_one_block_is_read_in_place():
     table = RequestTable(1, 1, in_place=True)
     table.add("a", [1])

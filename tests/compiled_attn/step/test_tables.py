@@ -50,6 +50,26 @@ def test_a_block_that_is_read_must_be_one_of_the_cache(bad):
         BatchBuilder(8, 4).plan_tables([Request([1], 6, [bad, 3])])
 
 
+@pytest.mark.parametrize("plan", ["plan", "plan_tables"])
+def test_blocks_before_a_window_may_be_null_and_others_may_not(plan):
+    requests = [Request([1, 2], 9, [0, 0, 5]), Request([3], 5, [0, 6]), Request([4], 4, [2, 3])]
+    planned = getattr(BatchBuilder(8, 4, window=2), plan)(requests)
+    step = planned.fill()
+    if plan == "plan":  # as if each request began at the block that it reads first
+        later = [Request([1, 2], 1, [5]), Request([3], 1, [6]), Request([4], 4, [2, 3])]
+        other = BatchBuilder(8, 4).plan(later).fill()
+        assert planned.need == {"tokens": 4, "shared": 1, "unique": 3, "logits": 3}
+        assert step.unique_blocks.tolist() == other.unique_blocks.tolist() == [6, 2, 3]
+        assert step.unique_starts.tolist() == [4, 0, 4] and step.shared_starts.tolist() == [8]
+        assert step.unique_usage.tolist() == other.unique_usage.tolist() == [2, 4, 1]
+    else:
+        assert step.block_tables.tolist() == [[0, 0, 5], [0, 6, 0], [2, 3, 0]]
+        with pytest.raises(ValueError, match=r"block ids in 1\.\.7, got -1"):
+            BatchBuilder(8, 4, window=2).plan_tables([Request([1], 9, [0, -1, 5])])
+    with pytest.raises(ValueError, match=r"block ids in 1\.\.7, got 0"):
+        getattr(BatchBuilder(8, 4, window=3), plan)([Request([1], 8, [0, 0, 5])])
+
+
 def test_entries_behind_the_blocks_that_are_read_are_ignored():
     step = BatchBuilder(8, 4).plan_tables([Request([1], 6, [2, 3, -1, 99])]).fill()
     assert step.block_tables.tolist() == [[2, 3]]

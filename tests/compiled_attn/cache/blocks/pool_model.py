@@ -29,6 +29,15 @@ class Row:
     computed: int = 0
     cached: int = 0
     withdrawn: bool = False
+    contents: list[Payload | None] = field(default_factory=list)  # of released blocks
+
+    @property
+    def released(self) -> int:
+        return len(self.contents)
+
+    @property
+    def held(self) -> list[int]:
+        return self.blocks[self.released :]
 
     def payload(self, position: int) -> Payload:
         return (self.salt, tuple(self.tokens[: position + 1]))
@@ -37,9 +46,10 @@ class Row:
 class ModelledPool:
     """Calls the pool and a model made of lists, and compares them."""
 
-    def __init__(self, num_blocks: int, size: int) -> None:
-        self.pool = BlockPool(num_blocks, size)
+    def __init__(self, num_blocks: int, size: int, window: int | None = None) -> None:
+        self.pool = BlockPool(num_blocks, size, window=window)
         self.size = size
+        self.window = window
         self.total = num_blocks - 1
         self.rows: dict[str, Row] = {}
         self.idle: list[int] = []  # cached blocks, next to be evicted first
@@ -52,7 +62,7 @@ class ModelledPool:
         self.highest = self.peak = 0
 
     def references(self) -> Counter[int]:
-        held = Counter(block for row in self.rows.values() for block in row.blocks)
+        held = Counter(block for row in self.rows.values() for block in row.held)
         return held + Counter(self.pending.values())
 
     def room(self) -> int:
@@ -134,7 +144,7 @@ class ModelledPool:
 
     def drop(self, name: str) -> None:
         row = self.rows.pop(name)
-        blocks = list(row.blocks)
+        blocks = list(row.held)
         # The pool lets go of block after block, from the last one on.
         ghost = self.rows[name] = Row(row.salt, [], blocks)
         while blocks:
@@ -153,6 +163,9 @@ class ModelledPool:
         lengths = [len(tokens), len(tokens) + 1, self.total * self.size]
         fits = [self.pool.can_allocate(length, tokens, salt=salt) for length in lengths]
         row = Row(salt, list(tokens), self.hits(salt, tokens))
+        ends = [(number + 1) * self.size for number in range(row.blocks.count(0))]
+        row.contents = [row.payload(end - 1) for end in ends]
+        self.counts["hits beyond null blocks"] += row.released > 0
         self.idle = [block for block in self.idle if block not in row.blocks]
         row.length = len(row.blocks) * self.size
         self.rows[name] = row
@@ -199,9 +212,12 @@ class ModelledPool:
 
     def ask_for_room(self, tokens: list[int], salt: str | None, length: int) -> None:
         hits = self.hits(salt, tokens)
-        room = self.total - len(self.references().keys() | set(hits))
-        expected = -(-length // self.size) - len(hits) <= room
-        assert self.pool.can_allocate(length, tokens, salt=salt) == expected
+        held = {block for block in hits if block}
+        room = self.total - len(self.references().keys() | held)
+        needed = -(-length // self.size) - len(hits)
+        assert self.pool.can_allocate(length, tokens, salt=salt) == (needed <= room)
+        fits = self.pool.can_allocate(length, tokens, salt=salt, at_once=4)
+        assert fits == (min(needed, 4 - len(held)) <= room)
 
     def reserve(self, name: str, length: int, token: int) -> None:
         row = self.rows[name]
@@ -247,6 +263,7 @@ class ModelledPool:
         start, end = row.computed, row.computed + round(share * (row.length - row.computed))
         self.copy()
         for position in range(start, end):
+            assert position // self.size >= row.released
             block = row.blocks[position // self.size]
             self.cache[block][position % self.size] = row.payload(position)
         row.computed = end
@@ -258,7 +275,11 @@ class ModelledPool:
         row = self.rows[name]
         self.pool.withdraw(name)
         row.withdrawn = True
-        for block in row.blocks:
+        for block in [self.index[key] for key in row.contents if key in self.index]:
+            self.idle = [each for each in self.idle if each != block]
+            self.forget(block)
+            self.counts["withdrawn after release"] += 1
+        for block in row.held:
             self.withdrawn |= {key for key, other in self.index.items() if other == block}
             self.forget(block)
             if block in self.duplicates:
@@ -280,7 +301,8 @@ class ModelledPool:
         tokens = row.tokens[: row.length]
         length, computed, withdrawn = row.length, row.computed, row.withdrawn
         blocks = list(row.blocks)
-        self.rows[child] = Row(row.salt, tokens, blocks, length, computed, withdrawn=withdrawn)
+        contents = [*row.contents]
+        self.rows[child] = Row(row.salt, tokens, blocks, length, computed, 0, withdrawn, contents)
         self.pool.fork(parent, child)
 
     def free(self, name: str, preempt: bool) -> None:
@@ -298,11 +320,13 @@ class ModelledPool:
             lambda: self.pool.fork("unknown", "new"),
             lambda: self.pool.reserve("unknown", 1),
             lambda: self.pool.reserve(name, -1),
-            lambda: self.pool.reserve(name, (self.total + 1) * self.size),
+            lambda: self.pool.reserve(name, (self.total + 1 + row.released) * self.size),
             lambda: self.pool.commit("unknown", [], 0),
             lambda: self.pool.commit(name, row.tokens, row.length + 1),
             lambda: self.pool.commit(name, row.tokens, row.computed - 1),
             lambda: self.pool.withdraw("unknown"),
+            lambda: self.pool.release_before("unknown", 0),
+            lambda: self.pool.release_before(name, row.computed + 1),
             lambda: self.pool.free("unknown"),
             lambda: self.pool.preempt("unknown"),
             lambda: self.pool.exchange([(1, self.total), (self.total, 1)]),
@@ -328,12 +352,13 @@ class ModelledPool:
             assert (table.length, table.num_computed) == (row.length, row.computed)
             assert table.num_cached_tokens == row.cached
             assert len(row.blocks) == -(-row.length // self.size)
-            assert 0 not in row.blocks and len(set(row.blocks)) == len(row.blocks)
+            assert table.num_released == row.released and not any(row.blocks[: row.released])
+            assert 0 not in row.held and len(set(row.held)) == len(row.held)
 
     def check_payloads(self) -> None:
         for name, row in self.rows.items():
             table = self.pool.table(name)
-            for position in range(row.computed):
+            for position in range(row.released * self.size, row.computed):
                 block, offset = divmod(table.slot(position), self.size)
                 # A block that waits for its copy stands for the source.
                 shown = self.cache[self.pending.get(block, block)][offset]
@@ -344,7 +369,7 @@ class ModelledPool:
 
         Unless a fork withdrew a block that another had indexed.
         """
-        for salt, content in self.index:
+        for salt, content in self.index if self.window is None else ():
             parent = content[: len(content) - self.size]
             assert not parent or {(salt, parent)} & (self.index.keys() | self.withdrawn)
         assert len(self.pool._index) == len(self.index)

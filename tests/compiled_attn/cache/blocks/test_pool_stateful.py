@@ -14,6 +14,7 @@ import random
 import pytest
 
 from tests.compiled_attn.cache.blocks.pool_model import NAMES, ModelledPool
+from tests.compiled_attn.cache.blocks.window_model import WindowedPool
 from tests.slow import slow_but
 
 
@@ -46,6 +47,8 @@ def random_event(both: ModelledPool, rng: random.Random) -> None:
         both.step(rng.choice(live), rng.choice((0.5, 1.0)))
         if rng.random() < 0.1:
             both.withdraw(rng.choice(live))
+        if isinstance(both, WindowedPool):
+            both.release(rng.choice(live), rng.choice((0.5, 0.8, 1.0)))
     elif live and event == "free":
         both.free(rng.choice(live), preempt=rng.random() < 0.5)
     elif live and event == "misuse":
@@ -59,6 +62,21 @@ def random_event(both: ModelledPool, rng: random.Random) -> None:
     elif event == "ask":
         tokens, salt = prompt(rng.randrange(13), [0, 1]), rng.choice((None, None, "x"))
         both.ask_for_room(tokens, salt, rng.randrange(41))
+
+
+@pytest.mark.parametrize(
+    ("size", "window"), slow_but([(1, 3), (2, 4)], [(1, 3), (2, 1), (2, 4), (4, 3)])
+)
+def test_pool_and_model_agree_when_blocks_before_a_window_are_released(
+    size: int, window: int
+) -> None:
+    both = WindowedPool(5 + 24 // size, size, window)
+    rng = random.Random(size)
+    for _ in range(4_000):
+        random_event(both, rng)
+        both.check()
+    seen = {name for name, count in both.counts.items() if count > 10}
+    assert {"released", "hits beyond null blocks", "withdrawn after release", "evictions"} <= seen
 
 
 @pytest.mark.parametrize("size", slow_but((2, 4), (1, 2, 3, 4)))

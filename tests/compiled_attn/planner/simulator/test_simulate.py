@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.cache.blocks.window import most_held
 from compiled_attn.engine import Engine, EngineConfig, RequestState, SamplingParams, Scheduler
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.planner.simulator import SimulatedEngine, StepTime, simulate
@@ -26,9 +27,9 @@ AXES = ("tokens", "shared", "unique", "logits")
 
 def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[list[int]], int]:
     """What scheduler, pool and builder need, all requests offered at once, tokens never equal."""
-    pool = BlockPool(engine.blocks + 1, engine.block_size)
+    pool = BlockPool(engine.blocks + 1, engine.block_size, window=engine.window)
     scheduler = Scheduler(pool, engine.max_tokens, engine.max_seqs)
-    builder = BatchBuilder(engine.blocks + 1, engine.block_size)
+    builder = BatchBuilder(engine.blocks + 1, engine.block_size, engine.window)
     for index, tokens in enumerate(prompts(arrivals, VOCAB)):
         sampling = SamplingParams(max_new_tokens=arrivals[index].output_tokens)
         scheduler.add(RequestState(index, tokens, len(tokens), sampling, 0.0))
@@ -61,14 +62,20 @@ lengths = st.tuples(st.integers(1, 60), st.integers(1, 12))
 sizes = st.tuples(st.integers(1, 24), st.integers(0, 12), st.integers(1, 9), st.integers(10, 80))
 
 
-@given(st.lists(lengths, min_size=1, max_size=12), sizes, st.lists(st.integers(0, 2), max_size=40))
-def test_each_step_needs_what_the_scheduler_makes_of_it(requests, sizes, ids):
+@given(
+    st.lists(lengths, min_size=1, max_size=12),
+    sizes,
+    st.lists(st.integers(0, 2), max_size=40),
+    st.none() | st.integers(1, 40),
+)
+def test_each_step_needs_what_the_scheduler_makes_of_it(requests, sizes, ids, window):
     max_seqs, more_tokens, block_size, blocks = sizes
-    engine = SimulatedEngine(max_seqs + more_tokens, max_seqs, block_size, blocks)
+    tokens = max_seqs + more_tokens
+    engine = SimulatedEngine(tokens, max_seqs, block_size, blocks, window=window)
     arrivals = [
         Arrival(0.0, prompt, output, tuple(ids[at : at + -(-prompt // 8)]), 8)
         for at, (prompt, output) in enumerate(requests)
-        if -(-(prompt + output) // block_size) <= blocks
+        if most_held(prompt + output, window, tokens, block_size) <= blocks
     ]
     if arrivals:
         found = simulate(arrivals, engine, speed=None)

@@ -43,6 +43,13 @@ def test_tags_depend_on_salt_position_and_all_tokens_before() -> None:
     assert len({*whole([3] * 50).tags}) == 50
 
 
+def test_sums_may_begin_at_a_later_position() -> None:
+    lineage = whole(TOKENS)
+    weights = np.array(lineage.tags, np.int64) * (2 * np.arange(300) + 1)
+    assert lineage.sums(20, 40, 12).tolist() == np.cumsum(weights[12:])[8:28].tolist()
+    assert lineage.sums(40, 41, 40).tolist() == [weights[40]]
+
+
 def test_sums_weigh_tags_by_position() -> None:
     lineage = whole(TOKENS)
     tags = np.array(lineage.tags, np.int64)
