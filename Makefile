@@ -107,7 +107,7 @@ docs-benchmarks:
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/soak_engine.py
-	$(BIN)/python -m compiled_attn.testing fuzz --minutes 60 --keep 500 --set backend=inductor --set sanitize=true --sum benchmarks/results/fuzz/soak.json
+	$(BIN)/python -m compiled_attn.testing fuzz --minutes 60 --keep 200 --set backend=inductor --set sanitize=true --sum benchmarks/results/fuzz/soak.json
 
 mutation: $(VENV)/.installed-dev
 	$(BIN)/python tests/mutation.py --jobs $(JOBS) $(MUTATION)
