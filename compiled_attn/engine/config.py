@@ -124,8 +124,9 @@ class EngineConfig:
         "auto",
         "Linear layers of bfloat16 and float32 on the native kernel: packed (in place, in the "
         "order in which they are read), plain, int8 or int4 (rounded to the nearest of 8 or 4 "
-        "bits, with a scale for 32 inputs), or auto: packed where that was measured to be faster, "
-        "and float32 weights that bfloat16 holds exactly in 16 bits where that is faster still.",
+        "bits, with a scale for an output or for 32 of its inputs), or auto: packed where that was "
+        "measured to be faster, and float32 weights that bfloat16 holds exactly in 16 bits where "
+        "that is faster still.",
     )
     async_scheduling: bool = setting(
         True,

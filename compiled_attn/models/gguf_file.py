@@ -42,7 +42,8 @@ def open_gguf(file: Path) -> Any:
     class Reader(gguf.GGUFReader):
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type == gguf.GGUFValueType.ARRAY:
-                memory = memoryview(self.data)
+                data: Any = self.data
+                memory = memoryview(data)  # numpy is slow at single numbers
                 kind, count = struct.unpack_from("<IQ", memory, orig_offs)
                 if kind == gguf.GGUFValueType.STRING:  # all tokens, which are not needed here
                     at = orig_offs + 12

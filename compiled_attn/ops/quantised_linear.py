@@ -119,7 +119,8 @@ def _parts(weight: QuantisedWeight) -> tuple[Tensor, Tensor, Tensor]:
 def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
     """Rounds ``weight [N, K]`` to the nearest code, with a scale per output and 32 inputs.
 
-    The number of largest magnitude of a group becomes the lowest code, so exact, as in Q4_0.
+    With 8 bits there is one scale per output: scales of groups are a sixteenth of what is read. The
+    number of largest magnitude of a group becomes the lowest code, as in Q4_0.
 
     Raises:
         ValueError: a weight is not finite, or cannot be packed, see
@@ -133,7 +134,7 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
     middle = 1 << (bits - 1)
     scales, codes = [], []
     for part in weight.split(_ROWS_AT_ONCE):
-        groups = part.float().unflatten(1, (-1, _BLOCK))
+        groups = part.float().unflatten(1, (-1, weight.shape[1] if bits == 8 else _BLOCK))
         least, greatest = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale = torch.where(-least >= greatest, -least, -greatest) / middle
         stored = scale.half().float()

@@ -62,7 +62,8 @@ class Kind:
         """A weight as it comes back, in its dtype."""
         if not self.bits:
             return weight
-        groups, middle = weight.float().unflatten(1, (-1, 32)), 1 << (self.bits - 1)
+        size, middle = 32 if self.bits < 8 else weight.shape[1], 1 << (self.bits - 1)
+        groups = weight.float().unflatten(1, (-1, size))
         least, greatest = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale = torch.where(-least >= greatest, -least, -greatest).div(middle).half().float()
         codes = (groups / scale).round().clamp(-middle, middle - 1)
