@@ -75,9 +75,9 @@ def model_of(
 
 
 def tell_conversion(model: Path) -> None:
-    """Prints on stderr if a GGUF file has to be converted, which takes long."""
+    """Prints on stderr if the settings of a GGUF file have to be read, which takes long."""
     if will_convert(model):
-        print(f"converting the GGUF file of {model}, once: half a minute or more", file=sys.stderr)
+        print(f"reading the tokenizer of the GGUF file of {model}, once", file=sys.stderr)
 
 
 def fitted_arrivals(

@@ -25,6 +25,7 @@ from compiled_attn.engine import Engine, EngineConfig, EngineReport, GenerationR
 from compiled_attn.engine.report import block_series
 from compiled_attn.errors import RankLost, RanksDisagree
 from compiled_attn.models.hf.proof import CheckReport, check
+from compiled_attn.ops.packed_linear import BITS_OF
 from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks
 from compiled_attn.text import Grammars
 from graphs import (
@@ -141,14 +142,16 @@ def _run(
             if options.check:  # with all of it, as what is served is a share
                 model = model_of(options.model, options.dtype, options.seed, options.device)
         checked = _check(options, model, engine.config, finished, screen)
-        if options.check and options.weights == "int8":
+        if options.check and options.weights in BITS_OF:
             own = model_of(options.model, options.dtype, options.seed)
             found = _check(options, own, engine.config, finished, screen)
-            facts["tokens_others_in_int8"] = others = found.mismatched_tokens + len(found.ties)
+            facts[f"tokens_others_in_{options.weights}"] = others = found.mismatched_tokens + len(
+                found.ties
+            )
             print(
-                f"int8: {others} of {found.checked_tokens} tokens differ from those of weights in "
-                f"{options.dtype}, in {len(found.mismatches)} of {found.checked_requests} requests "
-                "beyond ties",
+                f"{options.weights}: {others} of {found.checked_tokens} tokens differ from those "
+                f"of weights in {options.dtype}, in {len(found.mismatches)} of "
+                f"{found.checked_requests} requests beyond ties",
                 file=sys.stderr,
             )
     except KeyboardInterrupt as error:

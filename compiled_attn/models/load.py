@@ -6,6 +6,7 @@ Opens no network connection. Needs the extra ``hf``, and ``gguf`` for a GGUF fil
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_attn.errors import ModelError, ModelRefused
-from compiled_attn.models.folder import cannot_read, model_folder
+from compiled_attn.models.awq_gptq import METHODS, load_awq_gptq
+from compiled_attn.models.folder import cannot_read, gguf_of, model_folder
+from compiled_attn.models.gguf_file import load_gguf
+from compiled_attn.models.packed import dequantise_layers
 from graphs.installation import install_command
 
 if TYPE_CHECKING:
@@ -73,8 +77,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a causal language model that transformers can read from a local directory.
 
-    Weights must be safetensors, as pickled weights are code, or a GGUF file, which is converted
-    once, see `compiled_attn.models.folder`; code in the directory is not run.
+    Weights must be safetensors, as pickled weights are code, or a GGUF file, whose quantised
+    weights stay as they are on the CPU, as those of AWQ and GPTQ do; code in the directory is not
+    run.
 
     Args:
         path: the directory, the ``.gguf`` file or a directory that holds one; ``"smollm2"``: the
@@ -96,8 +101,13 @@ def load_model(
         from transformers import AutoModelForCausalLM
 
         folder = model_folder(path)
+        if (file := gguf_of(path)) is not None:
+            return _for_serving(_from_gguf(file, folder, dtype, there), dtype, there)
         config = _config_of(folder)
-        _refuse_quantised(path, config.get("quantization_config"))
+        quantised = config.get("quantization_config")
+        if isinstance(quantised, dict) and quantised.get("quant_method") in METHODS:
+            return _for_serving(_from_awq_gptq(folder, quantised, dtype, there), dtype, there)
+        _refuse_quantised(path, quantised)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -124,6 +134,37 @@ def load_model(
             f"not give, {unset[0]} first; save it again with save_pretrained"
         )
     return _for_serving(model, dtype, there)
+
+
+def _from_awq_gptq(
+    folder: Path, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        del config.quantization_config
+        model = load_awq_gptq(folder, config, settings, dtype)
+    except ModelError:
+        raise
+    except Exception as error:  # a damaged directory fails anywhere in the loading code
+        raise cannot_read(folder, "it as a causal language model", error) from error
+    if device.type != "cpu":
+        dequantise_layers(model)
+    return model
+
+
+def _from_gguf(file: Path, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoConfig
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        try:
+            return load_gguf(file, config, dtype, quantises=device.type == "cpu")
+        except ModelError:
+            raise
+        except Exception as error:  # a damaged file fails anywhere in the loading code
+            raise cannot_read(file, "it", error) from error
 
 
 def unwrap(model: Any) -> Any:
@@ -193,7 +234,7 @@ def _refuse_quantised(path: str | Path, given: Any) -> None:
         raise ModelError(
             f"model {path}: its weights are quantised by {method}, expected float weights, as "
             "these cannot be cast: use the original model, in int8 by weights='int8' "
-            "(--dtype bfloat16 --weights int8), or load it yourself and pass the object to LLM"
+            "(--weights int8), or load it yourself and pass the object to LLM"
         )
 
 

@@ -8,8 +8,10 @@ weight remains its own parameter.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
 
@@ -27,20 +29,21 @@ _CAST = torch.ops.prims.convert_element_type.default
 class FuseLinears(CustomGraphPass):
     """Replaces ``packed_linear`` calls of one input by ``packed_linears`` or ``packed_swiglu``.
 
-    Requires that weights, biases and scales are inputs of the graph, that weights have one dtype,
-    and that all or none of the calls have a bias, and a scale.
+    The same for ``quantised_linear``. Requires that weights, biases and scales are inputs of the
+    graph, that weights have one dtype, and that all or none of the calls have a bias, and a scale.
     """
 
     def __call__(self, graph: Graph) -> None:
         """Rewrites the graph in place."""
         groups = defaultdict(list)
         for node in graph.nodes:
-            if node.target is torch.ops.compiled_attn.packed_linear.default:
-                input, *parameters = _arguments(node)
+            if node.target in _kinds():
+                input, parameters, settings = _arguments(node)
                 if all(each is None or each.op == "placeholder" for each in parameters):
                     has = tuple(each is None for each in parameters)
                     dtype = getattr(parameters[0].meta.get("val"), "dtype", None)
-                    groups[_view_key(input), dtype, has].append(node)
+                    key = _view_key(input), node.target, dtype, has, *settings
+                    groups[key].append(node)
         for nodes in groups.values():
             if len(nodes) > 1:
                 _fuse_swiglu(graph, _fuse(graph, nodes))
@@ -50,9 +53,42 @@ class FuseLinears(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
-def _arguments(node: Node) -> list[Any]:
-    given = dict(zip(("input", "weight", "bias", "scale"), node.args, strict=False)) | node.kwargs
-    return [given[name] for name in ("input", "weight")] + [given.get("bias"), given.get("scale")]
+@dataclass(frozen=True)
+class _Kind:
+    """A layer's op, and those of several.
+
+    Attributes:
+        names: the op's arguments after the input.
+        settings: how many of the last ones are no tensors.
+    """
+
+    names: Sequence[str]
+    settings: int
+    all: Any
+    swiglu: Any
+
+
+@functools.cache
+def _kinds() -> Mapping[Any, _Kind]:
+    ops = torch.ops.compiled_attn
+    quantised = ("codes", "scales", "steps", "bias", "int8_inputs")
+    return {
+        ops.packed_linear.default: _Kind(
+            ("weight", "bias", "scale"), 0, ops.packed_linears.default, ops.packed_swiglu.default
+        ),
+        ops.quantised_linear.default: _Kind(
+            quantised, 1, ops.quantised_linears.default, ops.quantised_swiglu.default
+        ),
+    }
+
+
+def _arguments(node: Node) -> tuple[Any, list[Any], list[Any]]:
+    """The input, the other tensors (or None), and the settings of a call."""
+    kind = _kinds()[node.target]
+    given = dict(zip(("input", *kind.names), node.args, strict=False)) | node.kwargs
+    others = [given.get(name) for name in kind.names]
+    at = len(others) - kind.settings
+    return given["input"], others[:at], [bool(each) for each in others[at:]]
 
 
 def _view_key(node: Any) -> Any:
@@ -64,13 +100,14 @@ def _view_key(node: Any) -> Any:
 
 
 def _fuse(graph: Graph, nodes: list[Node]) -> Node:
-    """Replaces nodes with one input by a call of ``packed_linears`` in place of the first."""
+    """Replaces nodes with one input by a call for all layers in place of the first."""
     first, *_ = nodes
-    input = _arguments(first)[0]
-    parameters = zip(*(_arguments(node)[1:] for node in nodes), strict=True)
-    given = input, *([each for each in kind if each is not None] for kind in parameters)
+    input, _, settings = _arguments(first)
+    parameters = zip(*(_arguments(node)[1] for node in nodes), strict=True)
+    lists = [[each for each in of if each is not None] for of in parameters]
+    given = input, *lists, *settings
     with graph.inserting_before(first):
-        fused = graph.call_function(torch.ops.compiled_attn.packed_linears.default, given)
+        fused = graph.call_function(_kinds()[first.target].all, given)
         fused.meta["val"] = [node.meta["val"] for node in nodes]
         # Without it, inductor may choose any layout for the input, even columns.
         fused.meta["eager_input_vals"] = map_arg(given, lambda node: node.meta["val"]), {}
@@ -85,7 +122,7 @@ def _fuse(graph: Graph, nodes: list[Node]) -> Node:
 
 
 def _fuse_swiglu(graph: Graph, layers: Node) -> None:
-    """Replaces ``silu(gate) * up`` of a ``packed_linears`` call by ``packed_swiglu``.
+    """Replaces ``silu(gate) * up`` of a call for two layers by one op.
 
     Requires that these are all layers of the call, that they and the product have one shape and
     dtype, and that nothing else reads them.
@@ -111,10 +148,15 @@ def _have_same_shape(gate: Node, up: Node, product: Node) -> bool:
 
 
 def _replace(graph: Graph, layers: Node, gate: Node, view: Node | None, product: Node) -> None:
-    input, *lists = cast(tuple[Any, ...], layers.args)
-    given: tuple[Any, ...] = input, *(of if gate.args[1] == 0 else of[::-1] for of in lists)
+    input, *others = cast(tuple[Any, ...], layers.args)
+    is_first = gate.args[1] == 0
+    given: tuple[Any, ...] = (
+        input,
+        *(of if is_first or isinstance(of, bool) else of[::-1] for of in others),
+    )
+    op = next(kind.swiglu for kind in _kinds().values() if kind.all is layers.target)
     with graph.inserting_before(layers):
-        out = swiglu = graph.call_function(torch.ops.compiled_attn.packed_swiglu.default, given)
+        out = swiglu = graph.call_function(op, given)
         swiglu.meta.update(gate.meta)
         swiglu.meta["eager_input_vals"] = map_arg(given, lambda node: node.meta["val"]), {}
     with graph.inserting_before(product):

@@ -11,7 +11,8 @@ the memory ("bf16-widen"): results have the same bits (with AMX, the same but fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
-    "Packing", "arrange", "as_int8", "as_packed", "can_pack", "can_quantise", "check_swiglu",
+    "BITS_OF", "Packing", "arrange", "as_int4", "as_int8", "as_packed", "can_pack", "check_swiglu",
     "fake", "fake_all", "fake_rows", "fake_swiglu", "fits_bf16", "is_packed", "pack", "pack_bf16",
     "quantise", "reference", "reference_all", "reference_swiglu", "rows", "unpack",
 ]  # fmt: skip
@@ -31,8 +32,12 @@ _MAX_CODE = 127.0
 # Adjacent inputs of an output.
 _GROUP = {torch.bfloat16: 2, torch.int8: 2, torch.int16: 2, torch.float32: 1}
 
-Packing = Literal["packed", "bf16-widen", "int8"]
-"""How a weight is stored: in its dtype, as bfloat16 widened to float32 when read, or as int8."""
+Packing = Literal["packed", "bf16-widen", "int4", "int8"]
+"""How a weight is stored: in its dtype, as bfloat16 widened to float32 when read, or rounded to the
+nearest of 4 or 8 bits (`compiled_attn.ops.quantised_linear.quantise`)."""
+
+BITS_OF: Mapping[str, int] = MappingProxyType({"int4": 4, "int8": 8})
+"""Bits of the packings that round."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -45,11 +50,6 @@ def can_pack(weight: Tensor) -> bool:
         and weight.shape[1] % _INPUTS == 0
         and weight.numel() > 0
     )
-
-
-def can_quantise(weight: Tensor) -> bool:
-    """Whether a weight can be packed as int8: the op then computes in bfloat16."""
-    return weight.dtype is torch.bfloat16 and can_pack(weight)
 
 
 def fits_bf16(weight: Tensor) -> bool:
@@ -66,8 +66,13 @@ def as_packed(weight: Tensor) -> Packing | None:
 
 
 def as_int8(weight: Tensor) -> Packing | None:
-    """Selects the packing of all weights that can be int8."""
-    return "int8" if can_quantise(weight) else None
+    """Selects 8 bits for all weights that can be packed."""
+    return "int8" if can_pack(weight) else None
+
+
+def as_int4(weight: Tensor) -> Packing | None:
+    """Selects 4 bits for all weights that can be packed."""
+    return "int4" if can_pack(weight) else None
 
 
 def is_packed(weight: Tensor) -> bool:

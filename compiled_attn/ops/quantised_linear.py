@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compiled_attn.ops.packed_linear import check_swiglu
+from compiled_attn.ops.packed_linear import can_pack, check_swiglu
 
 __all__ = [
-    "BITS", "QuantisedWeight", "can_quantise", "fake", "fake_all", "fake_rows", "fake_swiglu",
+    "BITS", "QuantisedWeight", "fake", "fake_all", "fake_rows", "fake_swiglu",
     "quantise", "reference", "reference_all", "reference_rows", "reference_swiglu", "round_inputs",
 ]  # fmt: skip
 
@@ -86,6 +86,12 @@ class QuantisedWeight:
             torch.cat(parts), _by_panel(scales), empty if steps is None else _by_panel(steps)
         )
 
+    @classmethod
+    def join(cls, parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
+        """Joins weights of the same inputs and kind, whose outputs follow one another."""
+        joined = (torch.cat(each) for each in zip(*map(_parts, parts), strict=True))
+        return cls(*joined)
+
     @property
     def bits(self) -> int:
         """Bits of a code."""
@@ -106,27 +112,21 @@ class QuantisedWeight:
         return _dequantise(self.codes, self.scales, self.steps)
 
 
-def can_quantise(weight: Tensor) -> bool:
-    """Whether ``weight [N, K]`` has whole panels and blocks of floats on the CPU."""
-    return (
-        weight.dtype in (torch.bfloat16, torch.float32)
-        and weight.device.type == "cpu"
-        and weight.dim() == 2
-        and weight.shape[0] % _PANEL == 0
-        and weight.shape[1] % _BLOCK == 0
-        and weight.numel() > 0
-    )
+def _parts(weight: QuantisedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.codes, weight.scales, weight.steps
 
 
 def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
     """Rounds ``weight [N, K]`` to the nearest code, with a scale per output and 32 inputs.
 
-    The number of largest magnitude of a group is code 0, or that of the largest sign: as in Q4_0.
+    With 8 bits there is one scale per output: scales of groups are a sixteenth of what is read. The
+    number of largest magnitude of a group becomes the lowest code, as in Q4_0.
 
     Raises:
-        ValueError: a weight is not finite, or has other sizes, see `can_quantise`.
+        ValueError: a weight is not finite, or cannot be packed, see
+            `compiled_attn.ops.packed_linear.can_pack`.
     """
-    if not can_quantise(weight) or not weight.isfinite().all():
+    if not can_pack(weight) or not weight.isfinite().all():
         raise ValueError(
             f"expected a weight of finite numbers with N % {_PANEL} == 0 and K % {_BLOCK} == 0, "
             f"got {weight.dtype} {[*weight.shape]}: keep it in its dtype"
@@ -134,9 +134,9 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
     middle = 1 << (bits - 1)
     scales, codes = [], []
     for part in weight.split(_ROWS_AT_ONCE):
-        groups = part.float().unflatten(1, (-1, _BLOCK))
-        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-        scale = largest / -middle
+        groups = part.float().unflatten(1, (-1, weight.shape[1] if bits == 8 else _BLOCK))
+        least, greatest = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale = torch.where(-least >= greatest, -least, -greatest) / middle
         stored = scale.half().float()
         if (stored.abs() < _HALF.tiny).logical_and(scale != 0).any() or not stored.isfinite().all():
             stored = scale
@@ -149,14 +149,14 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def round_inputs(input: Tensor) -> Tensor:
-    """Rounds ``input [M, K]`` as ``w4a8`` does: to int8 times a scale per row and block; float32.
+    """Rounds ``input [..., K]`` as ``w4a8`` does: to int8 times a scale per row and block; float32.
 
     A block with a number that is not finite becomes NaN.
     """
-    blocks = input.float().unflatten(1, (-1, _BLOCK))
-    scale = blocks.abs().amax(2, keepdim=True) / 127
+    blocks = input.float().unflatten(-1, (-1, _BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
     rounded = (blocks / torch.where(scale == 0, 1, scale)).round() * scale
-    return torch.where(scale.isfinite(), rounded, torch.nan).flatten(1)
+    return torch.where(scale.isfinite(), rounded, torch.nan).flatten(-2)
 
 
 def reference(
@@ -198,7 +198,8 @@ def reference_all(
     int8_inputs: bool,
 ) -> list[Tensor]:
     """`reference` for each layer; ``biases``: one per layer, or none."""
-    layers = zip(codes, scales, steps, biases or [None] * len(codes), strict=True)
+    none: Sequence[Tensor | None] = [None] * len(codes)
+    layers = zip(codes, scales, steps, biases or none, strict=True)
     return [reference(input, *layer, int8_inputs) for layer in layers]
 
 
@@ -230,8 +231,8 @@ def reference_rows(
     """Looks up rows ``ids [n]`` of a weight -> ``[n, K]`` float32 or bfloat16: for embeddings."""
     panels = ids // _PANEL
     chosen = steps[panels] if steps.numel() else steps
-    whole = _dequantise(codes[panels], scales[panels], chosen).unflatten(0, (-1, _PANEL))
-    rows = whole[torch.arange(len(ids)), ids % _PANEL]
+    whole = _dequantise(codes[panels], scales[panels], chosen)
+    rows = whole.view(len(ids), _PANEL, -1)[torch.arange(len(ids)), ids % _PANEL]
     return rows.bfloat16() if as_bfloat16 else rows
 
 
@@ -247,24 +248,24 @@ def _divides(groups: int, inputs: int) -> bool:
 
 def _by_panel(values: Tensor) -> Tensor:
     """``[N, G]`` or ``[N, G, 2]`` to ``[N / 16, G, 16]`` or ``[N / 16, G, 2, 16]``."""
-    panels = values.unflatten(0, (-1, _PANEL))
+    panels = values.reshape(-1, _PANEL, *values.shape[1:])
     return panels.movedim(1, -1).contiguous()
 
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:
-    panels = codes.byte().view(-1, _PANEL, codes.shape[1] // _BLOCK, 8, 4)[..., _QUAD]
-    quads = panels.permute(0, 2, 3, 1, 4).flatten(3)  # [panels, blocks, 8, 64]
-    if bits == 8:
-        return quads.flatten(2)
-    low = quads & 15
-    planes = [low[:, :, :4] | low[:, :, 4:] << 4]
-    more = quads >> 4
-    if bits == 5:
-        planes.append(_or_of([more[:, :, q] << q for q in range(8)])[:, :, None])
-    elif bits == 6:
-        halves = [[more[:, :, 4 * h + q] << 2 * q for q in range(4)] for h in range(2)]
-        planes.append(torch.stack([*map(_or_of, halves)], 2))
-    return torch.cat(planes, 2).flatten(2)
+    quads = codes.byte().contiguous().view(torch.int32)  # four bytes at a time are faster
+    quads = quads.view(-1, _PANEL, codes.shape[1] // _BLOCK, 8).permute(0, 2, 3, 1).contiguous()
+    quads = quads & -0xFFFF01 | (quads & 0xFF00) << 8 | quads >> 8 & 0xFF00  # see `_QUAD`
+    planes = [quads]
+    if bits < 8:
+        low, more = quads & 0x0F0F0F0F, quads >> 4 & 0x0F0F0F0F
+        planes = [low[:, :, :4] | low[:, :, 4:] << 4]
+        if bits == 5:
+            planes.append(_or_of([more[:, :, q] << q for q in range(8)])[:, :, None])
+        elif bits == 6:
+            halves = [[more[:, :, 4 * h + q] << 2 * q for q in range(4)] for h in range(2)]
+            planes.append(torch.stack([*map(_or_of, halves)], 2))
+    return torch.cat(planes, 2).view(torch.uint8).flatten(2)
 
 
 def _or_of(parts: Sequence[Tensor]) -> Tensor:
@@ -277,7 +278,7 @@ def _or_of(parts: Sequence[Tensor]) -> Tensor:
 def _unpack_codes(codes: Tensor) -> Tensor:
     """Codes ``[N, K]`` as uint8."""
     panels, blocks, size = codes.shape
-    bits, planes = size // _BYTES, codes.unflatten(2, (-1, _BYTES))
+    bits, planes = size // _BYTES, codes.view(panels, blocks, -1, _BYTES)
     if bits < 8:
         low = torch.cat((planes[:, :, :4] & 15, planes[:, :, :4] >> 4), 2)
         if bits == 5:
@@ -303,5 +304,5 @@ def _dequantise(codes: Tensor, scales: Tensor, steps: Tensor) -> Tensor:
         scale = scale.repeat_interleave(small.shape[1] // scale.shape[1], 1)
         scale = torch.stack((scale, scale * small), 2) if is_zero else scale * small
     scale, minimum = scale.unbind(2) if scale.dim() == 3 else (scale, scale * middle)
-    groups = plain.unflatten(1, (scale.shape[1], -1)).float()
+    groups = plain.view(*scale.shape, -1).float()
     return (groups * scale[:, :, None] - minimum[:, :, None]).flatten(1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_attn.errors import ModelRefused
+from compiled_attn.models.packed import dequantise_layers
 from compiled_attn.ranks.group import Ranks
 
 __all__ = ["AllReduced", "shard"]
@@ -48,7 +49,8 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     """Shard a model for one rank, in place; returns the model.
 
     Norms, embeddings and the head are replicated. Key and value heads are split, or replicated on
-    several ranks where there are fewer heads than ranks.
+    several ranks where there are fewer heads than ranks. Weights that a file has quantised become
+    plain ones.
 
     Args:
         ranks: ranks of the process group; one rank changes nothing.
@@ -59,6 +61,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     """
     if ranks.count == 1:
         return model
+    dequantise_layers(model)
     splits = _splits(model)
     _check_sizes(model, ranks, splits)
     for name, style in splits.items():

@@ -114,7 +114,7 @@ def check_equal(paged: TriedModel, expected: Tensor, *, last_only: bool = False)
 def check_near(paged: TriedModel, expected: Tensor) -> None:
     """Raises ModelRefused unless quantised weights give logits close to ``[2, 6, vocab]``."""
     distances = _distances(paged, expected.dtype, expected)
-    _check_median(paged, distances, "weights of int8", "use weights 'auto'")
+    _check_median(paged, distances, "quantised weights", "use weights 'auto'")
 
 
 def _check_median(paged: TriedModel, distances: Tensor, what: str, remedy: str) -> None:

@@ -69,12 +69,13 @@ class PagedCausalLM(nn.Module):
         cache: the paged cache, see `cache_for`.
         layout: layout of steps; None: parts, for plain torch.
         packs: chooses the packing of a linear weight ``[N, K]``, see `pack_linears`; None: weights
-            are not packed. If packing changes the logits, the layers stay unpacked; if int8 changes
-            them too much, the model is refused.
+            are not packed. If packing changes the logits, the layers stay unpacked; if rounding to
+            4 or 8 bits changes them too much, the model is refused.
 
     Attributes:
         packed: number of packed weights, including those packed by an earlier engine.
-        quantised, widened: how many of them are int8, and how many the upper halves of float32.
+        quantised, widened: how many of them have 4 to 8 bits, and how many are the upper halves of
+            float32.
         vocab, logits_dtype: size and dtype of a row of logits.
 
     Raises:

@@ -183,20 +183,21 @@ def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weigh
             _engine(model, weights="packed", backend="eager")
 
 
-def test_weights_of_int8_are_reported_and_reused_by_engines_of_int8():
-    model = tiny_model("llama", num_hidden_layers=1).to(torch.bfloat16)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rounded_weights_are_reported_and_reused_by_engines_of_the_same(weights):
+    model = tiny_model("llama", num_hidden_layers=1)
     prompts = prompts_of(3)
     settings = {"backend": "eager", "max_graphs": 2}
-    engine = _engine(model, weights="int8", backend="aot_eager", max_graphs=2)
+    engine = _engine(model, weights=weights, backend="aot_eager", max_graphs=2)
     results = greedy(engine, prompts, 5)
     assert [len(tokens) for tokens in results] == [5] * 3
-    assert engine.report().kernel_notes["weights"].endswith("weights in int8")
+    assert engine.report().kernel_notes["weights"].endswith(f"weights in {weights}")
     assert engine.report().compiles_after_warmup == 0
-    again = _engine(model, weights="int8", **settings)
+    again = _engine(model, weights=weights, **settings)
     assert greedy(again, prompts, 5) == results
-    for weights in ("auto", "packed", "plain"):
-        with pytest.raises(ConfigError, match="earlier engine made int8: load it again"):
-            _engine(model, weights=weights, **settings)
+    for other in ("auto", "packed", "plain"):
+        with pytest.raises(ConfigError, match=f"earlier engine made {weights}: load it again"):
+            _engine(model, weights=other, **settings)
 
 
 def test_packed_weights_are_not_made_int8():
@@ -211,14 +212,9 @@ def test_packed_weights_are_not_made_int8():
     [
         ({"weights": "packed", "kernel": "portable"}, "are for the native kernel"),
         ({"weights": "int8", "kernel": "portable"}, "'int8' are for the native kernel"),
-        ({"weights": "int4"}, "expected weights of"),
+        ({"weights": "int3"}, "expected weights of"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(changes, received):
-    model = tiny_model()  # float32
-    before = model.config._attn_implementation
-    with pytest.raises(ConfigError, match="expected weights of bfloat16 that can be packed"):
-        _engine(model, weights="int8")
-    assert model.config._attn_implementation == before
     with pytest.raises(ConfigError, match=received):
         _engine(tiny_model().to(torch.bfloat16), **changes)

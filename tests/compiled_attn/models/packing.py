@@ -60,10 +60,19 @@ class Kind:
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight as it comes back, in its dtype."""
-        if self.packing is not packed_linear.as_int8:
+        if not self.bits:
             return weight
-        scale = weight.float().abs().amax(1, keepdim=True) / 127
-        return ((weight.float() / scale).round() * scale).to(self.dtype)
+        size, middle = 32 if self.bits < 8 else weight.shape[1], 1 << (self.bits - 1)
+        groups = weight.float().unflatten(1, (-1, size))
+        least, greatest = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale = torch.where(-least >= greatest, -least, -greatest).div(middle).half().float()
+        codes = (groups / scale).round().clamp(-middle, middle - 1)
+        return (codes * scale).flatten(1).to(self.dtype)
+
+    @property
+    def bits(self) -> int:
+        """Bits of rounded weights; 0: exact ones."""
+        return {packed_linear.as_int8: 8, packed_linear.as_int4: 4}.get(self.packing, 0)
 
 
 KINDS = {
@@ -71,6 +80,7 @@ KINDS = {
     "float32": Kind(torch.float32, packed_linear.as_packed),
     "bf16-widen": Kind(torch.float32, as_bf16_widen),
     "int8": Kind(torch.bfloat16, packed_linear.as_int8),
+    "int4": Kind(torch.float32, packed_linear.as_int4),
 }
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file is converted once into a directory that transformers reads as it reads the file."""
+"""The settings of a GGUF file are read once, into a directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_a_file_and_its_directory_are_the_model_that_transformers_reads(file, ca
     capfd.readouterr()
     for given in (file, file.parent, str(file)):
         with torch.no_grad():
-            assert torch.equal(load_model(given)(ids).logits, plain(ids).logits)
+            logits, expected = load_model(given)(ids).logits, plain(ids).logits
+        # Inputs are rounded to int8.
+        assert (logits - expected).square().mean().sqrt() < 0.02 * expected.std()
     assert capfd.readouterr() == ("", "")
     assert load_model(file, torch.bfloat16).dtype == torch.bfloat16
     assert [each.name.rsplit("-", 2)[0] for each in caches.iterdir()] == ["tiny"]
@@ -82,11 +84,8 @@ def test_of_two_processes_that_convert_the_slower_takes_what_the_faster_wrote(
 
 
 def test_nothing_is_left_of_a_conversion_that_failed(file, caches):
-    write_gguf(file, missing="blk.1.ffn_up.weight")
-    with pytest.raises(ModelError, match=r"1 weights are missing, model\.layers\.1\.mlp\.up_proj"):
-        load_model(file)
     file.write_bytes(file.read_bytes()[:3000])
-    with pytest.raises(ModelError, match=r"given/tiny\.gguf: transformers cannot load it"):
+    with pytest.raises(ModelError, match=r"given/tiny\.gguf: .*cannot be read .*truncated"):
         load_model(file)
     assert [*caches.iterdir()] == []
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compiled_attn.errors import ModelRefused
+from compiled_attn.models import packed
 from compiled_attn.models.hf import PagedCausalLM, cache_for
 from compiled_attn.models.hf.proof import check
 from compiled_attn.models.hf.rounding import last_logits, rounding_of
@@ -19,6 +20,7 @@ from compiled_attn.models.packed import (
     packed_weights,
 )
 from compiled_attn.ops import load, packed_linear
+from compiled_attn.ops.quantised_linear import quantise
 from tests.compiled_attn.models.hf.families import small_model
 from tests.compiled_attn.models.hf.test_proof import Result
 from tests.compiled_attn.models.packing import (
@@ -59,9 +61,10 @@ def test_a_check_compares_packed_layers_with_plain_ones(monkeypatch):
     assert plain_generate(model, prompt, 8) == wrong
 
 
-def test_a_check_of_int8_layers_compares_with_plain_ones_of_rounded_weights():
-    model, prompt = llama("int8"), [3, 5, 7, 11]
-    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_check_of_rounded_layers_compares_with_plain_ones_of_rounded_weights(kind):
+    model, prompt = llama(kind), [3, 5, 7, 11]
+    pack_linears(model, contextlib.ExitStack(), KINDS[kind].packing)
     results = [Result(0, prompt, plain_generate(model, prompt, 8))]
     assert not check(model, results, 1).mismatches
 
@@ -115,9 +118,9 @@ def test_a_model_that_does_not_tolerate_halves_is_packed_whole(monkeypatch, capl
 
 def test_a_model_that_does_not_tolerate_int8_is_refused_and_left_unchanged(monkeypatch):
     model = llama("int8")
-    state, quantise = state_of(model), packed_linear.quantise
-    monkeypatch.setattr(packed_linear, "quantise", lambda weight: quantise(-weight))
-    with pytest.raises(ModelRefused, match="tolerates weights of int8"):
+    state = state_of(model)
+    monkeypatch.setattr(packed, "quantise", lambda weight, bits: quantise(-weight, bits))
+    with pytest.raises(ModelRefused, match="tolerates quantised weights"):
         PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_int8)
     assert_state(model, state)
     assert not packed_weights(model)

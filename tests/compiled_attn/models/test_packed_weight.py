@@ -21,7 +21,7 @@ from tests.compiled_attn.tiny import tiny_model
 from tests.slow import slow_but
 
 
-@pytest.fixture(params=["bf16-widen", "int8"])
+@pytest.fixture(params=["bf16-widen", "int8", "int4"])
 def model(request) -> nn.Sequential:
     """Two layers whose parameters the user has held since before they were packed."""
     load()

@@ -25,9 +25,9 @@ from compiled_attn.ops.packed_linear import Packing
 from tests.slow import slow_but
 
 OPTIONS = {"post_grad_custom_pre_pass": FuseLinears()}
-FUSED = "torch.ops.compiled_attn.packed_linears.default("
-ALONE = "torch.ops.compiled_attn.packed_linear.default("
-SWIGLU = "torch.ops.compiled_attn.packed_swiglu.default("
+FUSED = "ed_linears.default("
+ALONE = "ed_linear.default("
+SWIGLU = "ed_swiglu.default("
 
 
 class Layers(nn.Module):
@@ -91,7 +91,8 @@ def assert_fused(module: Callable[..., Any], x: torch.Tensor, *, alone: int) -> 
 @pytest.mark.parametrize(
     ("packing", "rows"),
     slow_but(
-        [*zip(get_args(Packing), (1, 7, 40), strict=True)], product(get_args(Packing), (1, 7, 40))
+        [*zip(get_args(Packing), (1, 7, 40, 7), strict=True)],
+        product(get_args(Packing), (1, 7, 40)),
     ),
 )
 def test_layers_of_one_input_are_one_call_and_the_same_bits(packing, rows):
@@ -181,6 +182,7 @@ SILU = {
 }
 
 
+FEW = (False, True, True, True), (True, False, True, True)
 SWIGLUS = [*product(SILU, get_args(Packing), (False, True), (False, True))]
 
 
@@ -192,7 +194,7 @@ def test_swiglu_is_one_call(multiply, packing, biased, flat):
 @pytest.mark.parametrize(
     ("multiply", "packing", "biased", "flat"),
     slow_but(
-        [*zip(SILU, get_args(Packing), (False, True, True), (True, False, True), strict=True)],
+        [*zip([*SILU][:3] + [*SILU][:1], get_args(Packing), *FEW, strict=True)],
         SWIGLUS,
     ),
 )

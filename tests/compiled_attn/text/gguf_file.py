@@ -12,8 +12,8 @@ from tests.compiled_attn.text.models import SPECIAL, TEMPLATE, byte_level
 WIDTH, LAYERS, HEADS, INNER = 64, 2, 4, 96
 
 
-def write_gguf(path: Path, *, missing: str = "") -> None:
-    """A Llama with random weights, half of them in blocks of 8 bits, and a byte-level tokenizer."""
+def write_gguf(path: Path, *, missing: str = "", kind: str = "Q8_0") -> None:
+    """A Llama with random weights, some of them in blocks, and a byte-level tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
@@ -26,7 +26,7 @@ def write_gguf(path: Path, *, missing: str = "") -> None:
     _add_tokenizer(writer)
     for name, values in _weights(np.random.default_rng(0)).items():
         if name != missing:
-            _add(writer, name, values)
+            _add(writer, name, values, gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -61,9 +61,10 @@ def _weights(draw: np.random.Generator) -> dict[str, np.ndarray]:
     }
 
 
-def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray) -> None:
-    if "ffn_up" in name or "attn_v" in name:
-        kind = gguf.GGMLQuantizationType.Q8_0
+def _add(
+    writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: gguf.GGMLQuantizationType
+) -> None:
+    if "ffn_up" in name or "attn_v" in name or "attn_q" in name:
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     else:
         writer.add_tensor(name, values)
