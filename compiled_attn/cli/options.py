@@ -82,6 +82,7 @@ _STORE = option(
     metavar="DIR",
     panel=_ENGINE,
 )
+_SPECULATE = setting("speculate", metavar="DRAFTS")
 _NO_STORE = option(False, "Compile all graphs, and store none.", "--no-store", panel=_ENGINE)
 
 
@@ -137,6 +138,7 @@ class ChatOptions(SamplingOptions, ModelOptions):
     max_new_tokens: int = option(256, "Tokens of an answer at most.", min=1)
     backend: str = setting("backend", default="eager")
     context: int | None = setting("context")
+    speculate: str | None = _SPECULATE
     threads: int | None = _THREADS
 
 
@@ -178,6 +180,7 @@ class ServeOptions(ModelOptions):
     max_seqs: int = setting("max_seqs")
     max_graphs: int = setting("max_graphs", metavar="N")
     context: int | None = setting("context")
+    speculate: str | None = _SPECULATE
     threads: int | None = _THREADS
 
 
@@ -228,6 +231,7 @@ class RunOptions(SamplingOptions, ServingOptions):
     learn_buckets: Path | None = setting("learn_buckets")
     max_graphs: int | None = setting("max_graphs", default=None)
     context: int | None = setting("context")
+    speculate: str | None = _SPECULATE
     sanitize: bool = setting("sanitize")
     check: int = option(
         0,

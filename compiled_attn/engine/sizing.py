@@ -161,7 +161,7 @@ def step_limits(config: EngineConfig, most: int, context: int, num_blocks: int) 
     pool = num_blocks - 1
     seqs = min(config.max_seqs, pool)
     tokens = min(most, pool * config.block_size, seqs * context)
-    return StepLimits(tokens, seqs, -(-context // config.block_size), pool)
+    return StepLimits(tokens, seqs, -(-context // config.block_size), pool, config.longest_draft)
 
 
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:

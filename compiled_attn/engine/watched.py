@@ -151,10 +151,10 @@ def _parts(step: ScheduledStep, pool: BlockPool) -> list[StepTokens]:
     """What the requests of a step compute, with their blocks."""
     return [
         StepTokens(
-            sequence.request_id, sequence.tokens, start, count,
-            pool.table(sequence.request_id).blocks, sequence.salt,
+            sequence.request_id, [*sequence.tokens, *draft] if draft else sequence.tokens,
+            start, count, pool.table(sequence.request_id).blocks, sequence.salt,
         )
-        for sequence, count, start in step
+        for sequence, count, start, draft in step
     ]  # fmt: skip
 
 
