@@ -84,6 +84,7 @@ _STORE = option(
     metavar="DIR",
     panel=_ENGINE,
 )
+_SPECULATE = setting("speculate", metavar="DRAFTS")
 _NO_STORE = option(False, "Compile all graphs, and store none.", "--no-store", panel=_ENGINE)
 
 
@@ -139,6 +140,7 @@ class ChatOptions(SamplingOptions, ModelOptions):
     max_new_tokens: int = option(256, "Tokens of an answer at most.", min=1)
     backend: str = setting("backend", default="eager")
     context: int | None = setting("context")
+    speculate: str | None = _SPECULATE
     threads: int | None = _THREADS
 
 
@@ -205,6 +207,7 @@ class ServeOptions(EngineOptions):
     )
     sanitize: bool = setting("sanitize")
     learn_buckets: Path | None = setting("learn_buckets")
+    speculate: str | None = _SPECULATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +257,7 @@ class RunOptions(SamplingOptions, ServingOptions):
     learn_buckets: Path | None = setting("learn_buckets")
     max_graphs: int | None = setting("max_graphs", default=None)
     context: int | None = setting("context")
+    speculate: str | None = _SPECULATE
     sanitize: bool = setting("sanitize")
     check: int = option(
         0,

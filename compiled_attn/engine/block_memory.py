@@ -145,6 +145,9 @@ class BlockMemory:
 
     def _renew(self, pool: BlockPool, past: PoolStats | None) -> None:
         running = min(self._config.max_seqs, pool.num_blocks - 1)  # each owns a block
+        if self._config.speculate:  # a step reads tables in place if they have its rows of padding
+            buckets = self._executor.sizing.buckets
+            running = max(running, *(bucket["requests"] for bucket in buckets))
         tables = StepTables(pool, running, self._executor.sizing.table_width)
         defragmenter = self._new_defragmenter(pool)
         if defragmenter is not None and self.defragmenter is not None:

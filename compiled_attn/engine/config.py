@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from compiled_attn.engine.speculation.setting import Speculation
 from compiled_attn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,6 +134,12 @@ class EngineConfig:
         "On a device that is not the CPU, plan and launch a step before the tokens of the previous "
         "one are read; the tokens are the same without.",
     )
+    speculate: str | None = setting(
+        None,
+        "Draft the next tokens and check them in one step where that is faster; the tokens are the "
+        "same without. ngram:K: what followed the request's last 4 to 2 tokens where it has them "
+        "before, K tokens at most; model:DIR:K: the draft of a smaller model.",
+    )
     strict: bool = setting(
         True,
         "Make a compile after warmup, a fallback, or a native kernel that cannot be built an error "
@@ -166,6 +173,16 @@ class EngineConfig:
         return None if self.kv_memory is None else byte_size("kv_memory", self.kv_memory)
 
     @property
+    def speculation(self) -> Speculation | None:
+        """`speculate`, parsed."""
+        return Speculation.of(self.speculate)
+
+    @property
+    def longest_draft(self) -> int:
+        """Tokens of a draft at most; 0: there are none."""
+        return 0 if (speculation := self.speculation) is None else speculation.most
+
+    @property
     def backend_name(self) -> str:
         """Name of the backend, also of a backend object."""
         return self.backend if isinstance(self.backend, str) else self.backend.name
@@ -197,6 +214,7 @@ class EngineConfig:
                 f"expected num_blocks or kv_memory, got both, {self.num_blocks} and "
                 f"{self.kv_memory!r}: leave one of them out"
             )
+        Speculation.of(self.speculate)
         if self.sanitize and self.backend_name == "onnxrt":
             raise ConfigError(
                 "expected sanitize False with backend onnxrt, which cannot capture its checks, got "

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from compiled_attn.engine.executor import PlannedStep
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.request_state import RequestState
-from compiled_attn.engine.sampler import rows_of, sample_step
+from compiled_attn.engine.sampler import rows_of
 from compiled_attn.engine.sampling_rows import SamplingRows
-from compiled_attn.engine.scheduler import ScheduledStep
+from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens
+from compiled_attn.engine.speculation.verify import accepted, requests_of_rows, sampled
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
 from compiled_attn.ops.sampling import greedy, sample
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
@@ -95,8 +96,13 @@ class DeviceSteps:
         parts, rows = step.parts, self._rows[step.bucket]
         on_host = not all(parts.sequences[at].sampling.only_samples for at in parts.special)
         is_random = bool(parts.special) and not on_host
+        needed = step.plan.rows.logits
+        if parts.drafts:
+            by_row = dict(zip((np.cumsum(needed) - needed).tolist(), parts, strict=True))
+        else:
+            by_row = {row: parts[row] for row in parts.special}
         settings = (
-            _settings_of(parts, rows, self._vocab) if is_random else SamplingRows.padding(rows)
+            _settings_of(by_row, rows, self._vocab) if is_random else SamplingRows.padding(rows)
         )
         batch = step.plan.fill(step.bucket)
         before = _rows_before(parts, self._row_before, len(batch.input_ids))
@@ -104,12 +110,15 @@ class DeviceSteps:
         inputs, own = staged[: -len(settings)], staged[-len(settings) :]
         logits, tokens = graphs.run(step.bucket, self._last, *inputs)
         if on_host:
-            return Later(lambda: sample_step(logits.cpu(), parts, step.plan.rows.logits))
+            return Later(lambda: sampled(logits.cpu(), parts, needed))
         if is_random:
             tokens = self._sampler.run(self._sampler.bucket(rows=rows), logits, tokens, *own)
         self._last[:rows].copy_(tokens)
+        # Only a step without drafts is followed by one that reads its tokens here.
         self._row_before = {sequence: row for row, sequence in enumerate(parts.sequences)}
-        arriving = self._return.send(tokens[: len(parts)])
+        arriving = self._return.send(tokens[: int(needed.sum())])
+        if parts.drafts:
+            return Later(lambda: accepted(rows_of(arriving), by_row))
         return Later(lambda: rows_of(arriving))
 
     def _batch(self, bucket: Bucket) -> list[Tensor | None]:
@@ -130,11 +139,10 @@ def _spec_for_sampling(spec: CaptureSpec) -> CaptureSpec:
     return replace(spec, backend=EagerBackend(), options={}) if is_compiled else spec
 
 
-def _settings_of(step: ScheduledStep, rows: int, vocab: int) -> SamplingRows:
+def _settings_of(parts: Mapping[int, ScheduledTokens], rows: int, vocab: int) -> SamplingRows:
     """Sampling settings of a step that needs only random tokens."""
-    parts = [step[at] for at in step.special]
-    params = [part.sequence.sampling for part in parts]
-    return SamplingRows.of(step.special, params, [part.generated for part in parts], rows, vocab)
+    at, params, steps, *_ = zip(*requests_of_rows(parts), strict=True)
+    return SamplingRows.of([*at], params, steps, rows, vocab)
 
 
 def _rows_before(step: ScheduledStep, rows: Mapping[RequestState, int], size: int) -> Tensor:
@@ -142,7 +150,7 @@ def _rows_before(step: ScheduledStep, rows: Mapping[RequestState, int], size: in
     -1: ``[T]`` int64."""
     found, at = np.full(size, -1, np.int64), 0
     if step and step.is_ahead:
-        for sequence, count, start in step:
+        for sequence, count, start, _ in step:
             if start == len(sequence.tokens):
                 found[at] = rows[sequence]
             at += count

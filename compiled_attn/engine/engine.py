@@ -32,6 +32,7 @@ from compiled_attn.engine.sampling import (
 )  # fmt: skip
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
+from compiled_attn.engine.speculation.sources import drafter_of
 from compiled_attn.engine.steps import StepResult, StepRunner, Transactions, delayed_interrupt
 from compiled_attn.engine.stream import Stream, planned_requests, results_of
 from compiled_attn.engine.tally import Tally
@@ -91,8 +92,10 @@ class Engine:
         self.config = config = executor.config
         self.memory = BlockMemory(self.executor, config)
         step = self.sizing.step or StepSize.of(config, self.sizing.layout.symbolic)
-        self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs)
-        self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost, self.sizing.recorded)
+        self._drafter = drafter_of(executor, config)
+        self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs, self._drafter)
+        buckets, longest = self.sizing.buckets, config.longest_draft
+        self.tally = Tally([*buckets], buckets.cost, self.sizing.recorded, longest)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self._steps = StepRunner(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None
@@ -129,6 +132,8 @@ class Engine:
         """
         report = self.executor.warmup(progress)
         self._refuse_unservable()
+        if self._drafter is not None:
+            self._drafter.begin(self.sizing.buckets, self.executor.report().steps, progress)
         self.warmup_report = report
         return report
 
@@ -269,11 +274,7 @@ class Engine:
     def report(self) -> EngineReport:
         """Reports what happened since the engine was made."""
         return EngineReport.of(
-            self.executor,
-            self.memory,
-            self.tally,
-            self.sentinel,
-            self.warmup_report,
+            *(self.executor, self.memory, self.tally, self.sentinel, self.warmup_report),
             prompt_tokens=self.prompt_tokens,
             preemptions=self.scheduler.preemptions,
             restarts=self.restarts,

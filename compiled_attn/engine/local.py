@@ -18,9 +18,10 @@ from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, Plan
 from compiled_attn.engine.graph_store import store_of
 from compiled_attn.engine.kernel import chosen_kernel, packs
 from compiled_attn.engine.logprobs import RowResult
-from compiled_attn.engine.sampler import logits_needed, sample_step
+from compiled_attn.engine.sampler import logits_needed
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
+from compiled_attn.engine.speculation.verify import sampled
 from compiled_attn.models.load import unwrap
 from compiled_attn.models.packed import quantised_formats
 from compiled_attn.ops import load
@@ -75,6 +76,11 @@ class LocalExecutor:
         self._store = store_of(config.backend, config.store)
         backend = resolve(self._store.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
+        if config.speculate is not None and self.kernel.name != "native":
+            raise ConfigError(
+                f"expected the native kernel with speculate {config.speculate!r}, got "
+                f"{self.kernel.name} ({self.kernel.notes['native']}): leave speculate out"
+            )
         self.sizing = sizing = self._sizing_of(model)
         self.schedules_ahead = config.async_scheduling and model.device.type != "cpu"
         self.eos = eos_tokens(model)
@@ -329,11 +335,13 @@ class HostSteps:
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
         """See `DeviceSteps.launch`."""
         logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
-        return sample_step(logits, step.parts, step.plan.rows.logits)
+        return sampled(logits, step.parts, step.plan.rows.logits)
 
 
 def _shorter(step: ScheduledStep) -> ScheduledStep:
-    """Drops the last request of a step, or half of the tokens of its only one."""
+    """Drops the drafts of a step, its last request, or half of the tokens of its only one."""
+    if step.drafts:
+        return step.without_drafts()
     if len(step) > 1:
         return step[:-1]
     only = step[0]

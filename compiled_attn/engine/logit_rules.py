@@ -35,10 +35,11 @@ class SeenTokens:
         """Returns ids ``[n]`` of the tokens of a text, and how often each was generated: views.
 
         Args:
-            text: the text of the previous call, possibly with more tokens.
+            text: the text of the previous call, possibly with more tokens; or a shorter one, after
+                a rollback.
         """
         counted, self._counted = self._counted, -1  # an exception leaves it to be counted again
-        if counted < 0:
+        if not 0 <= counted <= len(text):
             self._count_all(np.array(text, np.int64))
         else:
             for token in text[counted:]:

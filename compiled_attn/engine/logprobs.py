@@ -110,12 +110,16 @@ class RowResult(NamedTuple):
         token: id of the next token; None with an error.
         error: why there is none, else "".
         prompt_logprobs: those of the prompt tokens after the computed ones.
+        draft: place of the token in a draft, from 1 on; 0: it was not drafted.
+        more: the results after it, one more than the first tokens of its draft that were accepted.
     """
 
     token: int | None = None
     error: str = ""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    draft: int = 0
+    more: tuple[RowResult, ...] = ()
 
 
 def logprobs_of(

@@ -67,7 +67,8 @@ class EngineReport:
     finished with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
     ``restarts`` how often an exception ended a step, after which all running requests were computed
     again. ``torch_features`` has "on", or why it is off, for each optional use of torch's internals
-    (`graphs.torch_features`).
+    (`graphs.torch_features`). With ``speculate``, ``drafts`` counts the drafted and the accepted
+    tokens at each place of a draft.
     """
 
     graphs: int
@@ -108,6 +109,7 @@ class EngineReport:
     mismatched_tokens: int = 0
     torch_features: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
+    drafts: dict[str, list[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Returns the report as JSON-able values."""
@@ -166,6 +168,7 @@ class EngineReport:
             steps_ahead=steps_ahead,
             replays=sentinel.replays,
             seconds=round(busy, 3),
+            drafts=tally.drafts() if tally.longest_draft else {},
             buckets=_bucket_rows(steps, tally),
         )
 

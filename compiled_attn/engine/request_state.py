@@ -13,6 +13,7 @@ from compiled_attn.engine.constraint import Constraint
 from compiled_attn.engine.logit_rules import LogitRules
 from compiled_attn.engine.logprobs import RowResult, TokenLogprobs
 from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.speculation.state import DraftState
 
 __all__ = ["GenerationResult", "HasStop", "RequestState", "Status", "TokenEvent"]
 
@@ -73,6 +74,7 @@ class TokenEvent(NamedTuple):
 
     ``token`` is None in the last event of a request that ended with an error. ``index``,
     ``request_id`` and ``choice`` are those of `GenerationResult`, ``logprobs`` those of the token.
+    ``draft`` is the place of the token in a draft, from 1 on; 0: it was not drafted.
     """
 
     index: int  # type: ignore[assignment]  # not the method of a tuple
@@ -81,6 +83,7 @@ class TokenEvent(NamedTuple):
     request_id: int = -1
     choice: int = 0
     logprobs: TokenLogprobs | None = None
+    draft: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +100,7 @@ class RequestState:
         cached: tokens of the prompt that were cached when it first had blocks; None before.
         stop_tokens: tokens that end it.
         events: the queue that its events go to, under its ``index`` and ``choice``.
+        drafting: what the drafter remembers of it.
     """
 
     request_id: int
@@ -120,6 +124,7 @@ class RequestState:
     choice: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    drafting: DraftState | None = None
     is_plain: bool = field(init=False)
     rules: LogitRules | None = field(init=False)
 
@@ -150,17 +155,29 @@ class RequestState:
         self.status = Status.WAITING
         self.computed = self.reserved = self.commit_from = 0
 
-    def finish_reason(self, token: int) -> str:
-        """Returns why the request finishes with ``token`` as its next one; "" if it goes on."""
-        if token in self.stop_tokens or self._ends_text(token):
+    def finish_reason(self, token: int, before: Sequence[int] = ()) -> str:
+        """Returns why the request finishes with ``token`` as its next one; "" if it goes on.
+
+        Args:
+            before: tokens that precede it, and are not appended yet.
+        """
+        if token in self.stop_tokens or self._ends_text([*before, token]):
             return "stop"
-        is_last = self.generated + 1 >= self.sampling.max_new_tokens
+        is_last = self.generated + len(before) + 1 >= self.sampling.max_new_tokens
         return "length" if is_last else ""
 
-    def event(self, row: RowResult, start: int, now_s: float, reason: str) -> TokenEvent:
-        """Returns the event of the next token, or of an error."""
-        result = self._result(row, start, now_s, reason) if reason else None
-        return TokenEvent(self.index, row.token, result, self.request_id, self.choice, row.logprobs)
+    def event(
+        self,
+        row: RowResult,
+        start: int,
+        now_s: float,
+        reason: str,
+        before: Sequence[RowResult] = (),
+    ) -> TokenEvent:
+        """Returns the event of the next token, or of an error, after those of ``before``."""
+        result = self._result(row, start, now_s, reason, before) if reason else None
+        name = self.index, row.token, result, self.request_id, self.choice
+        return TokenEvent(*name, row.logprobs, row.draft)
 
     def apply(
         self, row: RowResult, start: int, length: int, now_s: float, event: TokenEvent | None
@@ -177,24 +194,27 @@ class RequestState:
             if len(self.tokens) == length:
                 self.tokens.append(row.token)
 
-    def _ends_text(self, token: int) -> bool:
-        """Whether a token completes a stop string, which `min_tokens` does not hold back, or a text
-        that the grammar cannot continue.
+    def _ends_text(self, new: Sequence[int]) -> bool:
+        """Whether the last of some new tokens completes a stop string, which `min_tokens` does not
+        hold back, or a text that the grammar cannot continue.
         """
         if self.sampling.stop and self.has_stop is not None:
-            generated = [*self.tokens[self.prompt_len :], token]
+            generated = [*self.tokens[self.prompt_len :], *new]
             if self.has_stop(generated, self.sampling.stop):
                 return True
-        return self.constraint is not None and self.constraint.is_over([*self.tokens, token])
+        return self.constraint is not None and self.constraint.is_over([*self.tokens, *new])
 
-    def _result(self, row: RowResult, start: int, now_s: float, reason: str) -> GenerationResult:
+    def _result(
+        self, row: RowResult, start: int, now_s: float, reason: str, before: Sequence[RowResult]
+    ) -> GenerationResult:
         first = now_s if self.first_token_s is None else self.first_token_s
         begun = now_s if self.begun_s is None else self.begun_s
         params, tokens, logprobs = self.sampling, self.tokens[self.prompt_len :], [*self.logprobs]
-        if row.token is not None:
-            tokens.append(row.token)
-            if row.logprobs is not None:
-                logprobs.append(row.logprobs)
+        for each in (*before, row):
+            if each.token is not None:
+                tokens.append(each.token)
+                if each.logprobs is not None:
+                    logprobs.append(each.logprobs)
         end = start + len(row.prompt_logprobs)
         of_prompt = [*self.prompt_logprobs[:start], *row.prompt_logprobs]
         of_prompt += self.prompt_logprobs[end:]

@@ -5,7 +5,7 @@ log-probabilities if requested.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from compiled_attn.ops.sampling import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, refer
 __all__ = [
     "NOT_FINITE",
     "SampleRequest",
+    "add_logprobs",
     "logits_needed",
     "rows_of",
     "sample_requests",
@@ -149,8 +150,10 @@ def logits_needed(step: ScheduledStep) -> list[int] | None:
     """Counts the rows of logits that each sequence needs; None: one each.
 
     That is one, sampled or not, as it shows whether what was computed is finite; and all while its
-    prompt gets log-probabilities.
+    prompt gets log-probabilities, or with a draft.
     """
+    if step.drafts:
+        return [1 + len(part.draft) for part in step]
     if not step.special:
         return None
     return [
@@ -177,7 +180,8 @@ def sample_step(logits: Tensor, step: ScheduledStep, needed: NDArray[np.int64]) 
         for row, each in ((row, step.sequences[row]) for row in ready)
     ]
     rows = sample_requests(last, requests)
-    _add_logprobs(last, step, ready, rows)
+    counts = [(row, step.sequences[row].sampling.logprobs) for row in ready]
+    add_logprobs(last, rows, counts)
     for row in step.special:
         if step.sequences[row].scores_prompt and rows[row].token is not None:
             first = int(ends[row] - needed[row])
@@ -185,14 +189,16 @@ def sample_step(logits: Tensor, step: ScheduledStep, needed: NDArray[np.int64]) 
     return rows
 
 
-def _add_logprobs(
-    logits: Tensor, step: ScheduledStep, ready: Sequence[int], rows: list[RowResult]
+def add_logprobs(
+    logits: Tensor, rows: list[RowResult], counts: Iterable[tuple[int, int | None]]
 ) -> None:
+    """Adds log-probabilities to some of the rows: of the token and of so many most likely ones;
+    None: none.
+    """
     chosen = [
         (row, token, count)
-        for row in ready
-        if (token := rows[row].token) is not None
-        and (count := step.sequences[row].sampling.logprobs) is not None
+        for row, count in counts
+        if count is not None and (token := rows[row].token) is not None
     ]
     if chosen:
         at, tokens, counts = zip(*chosen, strict=True)
@@ -202,7 +208,7 @@ def _add_logprobs(
 
 def _with_prompt(result: RowResult, logits: Tensor, step: ScheduledStep, row: int) -> RowResult:
     """Adds the log-probabilities of the prompt tokens that follow those of this step."""
-    sequence, count, start = step[row]
+    sequence, count, start, _ = step[row]
     after = sequence.tokens[start + 1 : min(start + 1 + count, sequence.prompt_len)]
     if not after:
         return result

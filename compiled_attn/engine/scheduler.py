@@ -20,21 +20,24 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import PromptKeys
 from compiled_attn.cache.blocks.window import most_held
 from compiled_attn.engine.request_state import RequestState, Status
+from compiled_attn.engine.speculation.drafter import Drafter
 
 __all__ = ["ScheduledStep", "ScheduledTokens", "Scheduler"]
 
 
 class ScheduledTokens(NamedTuple):
-    """``count`` tokens of a sequence, from ``start`` on."""
+    """``count`` tokens of a sequence, from ``start`` on; the last of them may be a draft."""
 
     sequence: RequestState
     count: int  # type: ignore[assignment]  # not the method of a tuple
     start: int
+    draft: Sequence[int] = ()
 
     @property
     def tokens(self) -> list[int]:
         """Their ids; 0 for one that the previous step is still computing."""
-        return self.sequence.tokens[self.start : self.start + self.count] or [0]
+        known = self.sequence.tokens[self.start : self.start + self.count] or [0]
+        return [*known, *self.draft] if self.draft else known
 
     @property
     def needs_logits(self) -> bool:
@@ -43,28 +46,38 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def generated(self) -> int:
-        """Tokens generated before the one that follows these."""
-        return max(0, self.start + self.count - self.sequence.prompt_len)
+        """Tokens generated before the one that follows these, without the draft."""
+        return max(0, self.start + self.count - len(self.draft) - self.sequence.prompt_len)
 
 
 class ScheduledStep(Sequence[ScheduledTokens]):
     """The tokens that a step computes.
 
     Args:
+        counts: how many of each sequence, those of its draft included.
         starts: position of the first of these; None: after the computed ones.
+        drafts: of some of the sequences, each of which computes its last token before.
     """
 
     def __init__(
-        self, counts: Mapping[RequestState, int], starts: Sequence[int] | None = None
+        self,
+        counts: Mapping[RequestState, int],
+        starts: Sequence[int] | None = None,
+        drafts: Mapping[RequestState, Sequence[int]] | None = None,
     ) -> None:
         self.sequences, self.counts = [*counts], [*counts.values()]
         self.starts = [each.computed for each in counts] if starts is None else [*starts]
+        self.drafts: Mapping[RequestState, Sequence[int]] = drafts or {}
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __iter__(self) -> Iterator[ScheduledTokens]:
-        return map(ScheduledTokens, self.sequences, self.counts, self.starts)
+        parts = self.sequences, self.counts, self.starts
+        if not self.drafts:
+            return map(ScheduledTokens, *parts)
+        drafts = (self.drafts.get(each, ()) for each in self.sequences)
+        return map(ScheduledTokens, *parts, drafts)
 
     @overload
     def __getitem__(self, at: int) -> ScheduledTokens: ...
@@ -73,8 +86,10 @@ class ScheduledStep(Sequence[ScheduledTokens]):
     def __getitem__(self, at: int | slice) -> ScheduledTokens | ScheduledStep:
         if isinstance(at, slice):
             counts = zip(self.sequences[at], self.counts[at], strict=True)
-            return ScheduledStep(dict(counts), self.starts[at])
-        return ScheduledTokens(self.sequences[at], self.counts[at], self.starts[at])
+            return ScheduledStep(dict(counts), self.starts[at], self.drafts)
+        sequence = self.sequences[at]
+        draft = self.drafts.get(sequence, ())
+        return ScheduledTokens(sequence, self.counts[at], self.starts[at], draft)
 
     @cached_property
     def special(self) -> list[int]:
@@ -101,7 +116,12 @@ class ScheduledStep(Sequence[ScheduledTokens]):
         """Returns the step without some sequences."""
         rest = [part for part in self if part.sequence not in gone]
         counts = {part.sequence: part.count for part in rest}
-        return ScheduledStep(counts, [part.start for part in rest])
+        return ScheduledStep(counts, [part.start for part in rest], self.drafts)
+
+    def without_drafts(self) -> ScheduledStep:
+        """Returns the step without its drafts."""
+        counts = {part.sequence: part.count - len(part.draft) for part in self}
+        return ScheduledStep(counts, self.starts)
 
 
 class Scheduler:
@@ -109,13 +129,18 @@ class Scheduler:
 
     Sequences are served in the order of their ids: running ones precede waiting ones.
 
+    Args:
+        drafter: makes drafts for steps that only decode; None: there are none.
+
     Attributes:
         waiting, running: the sequences, in order.
         changed: ids of requests whose blocks changed in the last `schedule`.
         preemptions: how many there were.
     """
 
-    def __init__(self, pool: BlockPool, max_tokens: int, max_seqs: int) -> None:
+    def __init__(
+        self, pool: BlockPool, max_tokens: int, max_seqs: int, drafter: Drafter | None = None
+    ) -> None:
         self.pool = pool
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
@@ -123,6 +148,7 @@ class Scheduler:
         self.running: list[RequestState] = []
         self.changed: list[int] = []
         self.preemptions = 0
+        self.drafter = drafter
         self._head: tuple[RequestState, int, PromptKeys] | None = None
 
     @property
@@ -191,12 +217,16 @@ class Scheduler:
             extra += _extra_rows(sequence, step.get(sequence, 1))
         if self.preemptions == before:
             self._admit(step, room, extra)
-        return ScheduledStep(step)
+        if self.drafter is None or not step or late or len(self.running) > len(running):
+            return ScheduledStep(step)
+        return ScheduledStep(step, drafts=self._add_drafts(self.drafter, step, room))
 
     def commit(self, step: ScheduledStep) -> None:
         """Lets later prompts share the full blocks of a step whose tokens were appended."""
         for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
             computed = start + count
+            if step.drafts:  # of which only accepted tokens are in the text
+                computed = min(computed, len(sequence.tokens) - 1)
             if sequence.computed < computed:  # the next step may already be launched
                 sequence.computed = computed
             if computed >= sequence.commit_from:
@@ -255,6 +285,24 @@ class Scheduler:
             taken -= step.pop(victim, 0)
         step[sequence] = count
         return taken + count
+
+    def _add_drafts(
+        self, drafter: Drafter, step: dict[RequestState, int], room: int
+    ) -> dict[RequestState, Sequence[int]]:
+        """Adds drafts to a step of decodes, where there are blocks for them."""
+        drafts: dict[RequestState, Sequence[int]] = {}
+        for sequence, draft in drafter.draft([*step], room).items():
+            length = sequence.computed + 1 + len(draft)
+            whole = self._whole_blocks(length)
+            # A draft preempts nobody, and leaves a block for each running sequence.
+            has_spare = length > sequence.reserved and self.pool.available > len(self.running)
+            if has_spare and self.pool.try_reserve(sequence.request_id, whole):
+                sequence.reserved = whole
+                self.changed.append(sequence.request_id)
+            if kept := draft[: max(0, sequence.reserved - sequence.computed - 1)]:
+                drafts[sequence] = kept
+                step[sequence] += len(kept)
+        return drafts
 
     def _count(self, sequence: RequestState, room: int, rows: int) -> int:
         """Counts the tokens of a sequence that fit a step: a scored prompt needs a row of logits

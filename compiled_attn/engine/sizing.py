@@ -183,7 +183,8 @@ def step_limits(
     pool = num_blocks - 1
     seqs = min(config.max_seqs, pool)
     tokens = min(most, pool * config.block_size, seqs * context)
-    return StepLimits(tokens, seqs, most_held(context, window, 1, config.block_size), pool)
+    held = most_held(context, window, 1 + config.longest_draft, config.block_size)
+    return StepLimits(tokens, seqs, held, pool, config.longest_draft)
 
 
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:

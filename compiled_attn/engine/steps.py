@@ -97,29 +97,41 @@ def step_result(
     tokens = finishing = nonfinite = 0
     finished = {each for each in step.sequences if each.status is Status.FINISHED}
     failed: set[RequestState] = set()
+    accepted: dict[RequestState, int] = {}
     parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
-    for sequence, count, start, row in parts:
+    for sequence, count, start, whole in parts:
         if finished and sequence in finished:  # since the step was launched
             continue
-        has_token, reason = start + count >= len(sequence.tokens), ""
-        if has_token and row.token is not None:
-            try:
-                reason = sequence.finish_reason(row.token)
-            except Exception as error:  # in its stop strings or its grammar
-                row = RowResult(error=f"its end is unknown: {type(error).__name__}: {error}")
-        if row.token is None:
-            failed.add(sequence)
-            nonfinite += row.error is NOT_FINITE
-            has_token, reason = False, "error"
-        elif has_token:
-            tokens += 1
-            if len(sequence.tokens) == sequence.prompt_len:
-                ttft_s.append(now_s - sequence.arrived_s)
-        elif not row.prompt_logprobs:
-            continue
-        finishing += bool(reason)
-        event = sequence.event(row, start, now_s, reason) if has_token or reason else None
-        result.requests.append(_RequestResult(sequence, start, len(sequence.tokens), row, event))
+        reaches_end = start + count >= len(sequence.tokens)
+        before: list[RowResult] = []
+        for row in (whole, *whole.more) if whole.more else (whole,):
+            has_token, reason = reaches_end, ""
+            if has_token and row.token is not None:
+                try:
+                    earlier = [each.token for each in before if each.token is not None]
+                    reason = sequence.finish_reason(row.token, earlier)
+                except Exception as error:  # in its stop strings or its grammar
+                    row = RowResult(error=f"its end is unknown: {type(error).__name__}: {error}")
+            if row.token is None:
+                failed.add(sequence)
+                nonfinite += row.error is NOT_FINITE
+                has_token, reason = False, "error"
+            elif has_token:
+                tokens += 1
+                if len(sequence.tokens) == sequence.prompt_len and not before:
+                    ttft_s.append(now_s - sequence.arrived_s)
+            elif not row.prompt_logprobs:
+                continue
+            finishing += bool(reason)
+            is_event = has_token or bool(reason)
+            event = sequence.event(row, start, now_s, reason, before) if is_event else None
+            length = len(sequence.tokens) + len(before)
+            result.requests.append(_RequestResult(sequence, start, length, row, event))
+            if row.draft:
+                accepted[sequence] = row.draft
+            if reason:
+                break
+            before.append(row)
     if gone := failed | finished:
         result.step = step.without(gone)
     result.record = replace(
@@ -129,6 +141,9 @@ def step_result(
         requests=finishing,
         failed_requests=len(failed),
         nonfinite_rows=nonfinite,
+        drafts=tuple(
+            (len(draft), accepted.get(sequence, 0)) for sequence, draft in step.drafts.items()
+        ),
     )
     return result
 
@@ -174,11 +189,24 @@ class StepRunner:
             pool.highest_used,
             step.uncut_need,
         )
-        return step_result(step.parts, rows, now, record)
+        result = step_result(step.parts, rows, now, record)
+        self._measure(step, rows, record)
+        return result
 
     def rollback(self) -> None:
         """Forgets the launched step: its requests are computed again."""
         self._launched = None
+
+    def _measure(self, step: PlannedStep, rows: Sequence[RowResult], record: StepRecord) -> None:
+        """Shows the drafter what a step of decodes took, and which drafts were accepted."""
+        drafter, needed = self._scheduler.drafter, step.plan.rows.logits
+        if drafter is None or int(needed.sum()) != len(step.plan.rows.tokens):
+            return
+        pairs = zip(step.parts, rows, strict=True) if step.parts.drafts else ()
+        drafts = {
+            part.sequence: (len(part.draft), len(row.more)) for part, row in pairs if part.draft
+        }
+        drafter.add(record.bucket, record.seconds, drafts)
 
     def _plan(self, ending: Collection[RequestState] = ()) -> PlannedStep | None:
         started = time.perf_counter()
@@ -210,7 +238,9 @@ class StepRunner:
         is_ahead = self._executor.schedules_ahead and self.watch is None
         if not is_ahead or not self._scheduler.can_schedule_ahead:
             return None
-        parts = step.parts
+        parts, drafter = step.parts, self._scheduler.drafter
+        if drafter is not None and not drafter.is_idle:  # drafts need the tokens
+            return None
         if not all(parts.sequences[at].sampling.only_samples for at in parts.special):
             return None
         launched = self._launch(self._plan(self._scheduler.advance(parts)))

@@ -101,6 +101,7 @@ class StepRecord:
         ttft_s: times to first token in this step.
         requests: how many finished, failed ones included.
         nonfinite_rows: rows whose logits were not finite.
+        drafts: tokens of each draft, and how many of them a request was continued with.
     """
 
     need: Mapping[str, int]
@@ -114,6 +115,7 @@ class StepRecord:
     requests: int = 0
     failed_requests: int = 0
     nonfinite_rows: int = 0
+    drafts: tuple[tuple[int, int], ...] = ()
 
 
 class Tally:
@@ -124,6 +126,7 @@ class Tally:
     Args:
         cost: relative cost of a bucket.
         recorded: counts the needs in a file, too.
+        longest_draft: tokens of a draft at most.
 
     Attributes:
         blocks: blocks in use and the highest of them, over the busy seconds.
@@ -134,14 +137,18 @@ class Tally:
         buckets: Sequence[Bucket],
         cost: Callable[[Bucket], float],
         recorded: RecordedSizes | None = None,
+        longest_draft: int = 0,
     ) -> None:
+        self.longest_draft = longest_draft
         self.blocks = Series()
         self.last: StepRecord | None = None
         self._cost = cost
         self._recorded = recorded
         self._row_of = {bucket: row for row, bucket in enumerate(buckets)}
         sizes = (f"{kind} {axis}" for kind in ("need", "bucket") for axis in _AXES)
-        names = ["steps", "cut_steps", *_OF_STEP, *sizes]
+        places = range(1, 1 + longest_draft)
+        drafts = (f"{kind} {place}" for kind in ("drafted", "accepted") for place in places)
+        names = ["steps", "cut_steps", *_OF_STEP, *sizes, *drafts]
         self._index = {name: at for at, name in enumerate(names)}
         # After the names: the histogram of first tokens, then of each bucket cost and histogram.
         self._first = len(names)
@@ -183,7 +190,12 @@ class Tally:
         at = [*range(self._first), *bins, start, start + 1 + bin_of(step.seconds)]
         named = [1.0, is_cut, *_of_step(step)]
         sizes = [sizes.get(axis, 0) for sizes in (step.need, bucket) for axis in _AXES]
-        return at, [*named, *sizes, *[1.0] * len(bins), needed, 1.0]
+        drafts = [
+            float(sum(draft[kind] >= place for draft in step.drafts))
+            for kind in (0, 1)
+            for place in range(1, 1 + self.longest_draft)
+        ]
+        return at, [*named, *sizes, *drafts, *[1.0] * len(bins), needed, 1.0]
 
     @property
     def ttft_ms(self) -> Percentiles:
@@ -195,6 +207,14 @@ class Tally:
         """Times of all steps."""
         steps = self._sums[self._per_bucket :].reshape(-1, 1 + BINS)[:, 1:].sum(0)
         return Percentiles.of(steps, float(self._longest[1:].max(initial=0.0)))
+
+    def drafts(self) -> dict[str, list[int]]:
+        """Returns how many tokens were drafted and accepted, at each place of a draft."""
+        places = range(1, 1 + self.longest_draft)
+        return {
+            kind: [self.count(f"{kind} {place}") for place in places]
+            for kind in ("drafted", "accepted")
+        }
 
     def padding_waste(self) -> dict[str, float]:
         """Computes the padded share of all tokens and blocks that the steps computed.

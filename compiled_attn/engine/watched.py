@@ -154,11 +154,11 @@ def _parts(step: ScheduledStep, pool: BlockPool) -> list[StepTokens]:
     size, window = pool.block_size, pool.window
     return [
         StepTokens(
-            sequence.request_id, sequence.tokens, start, count,
-            pool.table(sequence.request_id).blocks, sequence.salt,
+            sequence.request_id, [*sequence.tokens, *draft] if draft else sequence.tokens,
+            start, count, pool.table(sequence.request_id).blocks, sequence.salt,
             blocks_before(start, window, size) * size,
         )
-        for sequence, count, start in step
+        for sequence, count, start, draft in step
     ]  # fmt: skip
 
 

@@ -156,6 +156,11 @@ def engine_on(
             "expected no learn_buckets on several ranks, which must agree on their buckets: plan "
             "with `compiled-attn plan --demand FILE --out BUCKETS`, and give buckets"
         )
+    if config.speculate is not None:
+        raise ConfigError(
+            f"expected no speculate on several ranks, which would time their steps differently and "
+            f"choose other drafts, got {config.speculate!r}: leave it out"
+        )
     ranks.check_equal(_facts(model, config) | {"executor": executor.__name__})
     with ranks.guard():
         executor.divide(model, ranks)

@@ -151,11 +151,17 @@ class _EngineCollector(_QuietCollector):
         hits: dict[str, Any] = {str(row["bucket"]): row["steps"] for row in report.buckets}
         served = {"served": report.requests - failed, "failed": failed}
         compiles = {"": report.compiles_after_warmup}
+        drafted, accepted = (
+            {str(place): count for place, count in enumerate(report.drafts.get(kind, ()), start=1)}
+            for kind in ("drafted", "accepted")
+        )
         counters: list[tuple[str, str, Mapping[str, float], str]] = [
             ("requests", "Requests that finished.", served, "outcome"),
             ("tokens", "Tokens by what was done with them.", tokens, "kind"),
             ("bucket_hits", "Steps that ran in each bucket.", hits, "bucket"),
             ("preemptions", "Requests that were preempted.", {"": report.preemptions}, ""),
+            ("drafted_tokens", "Tokens of drafts by place.", drafted, "position"),
+            ("accepted_tokens", "Of these, accepted ones.", accepted, "position"),
             ("compiles_after_warmup", "Compiles while serving, which are faults.", compiles, ""),
         ]
         for counter in counters:

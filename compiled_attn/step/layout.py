@@ -21,12 +21,17 @@ __all__ = ["ModelWork", "Plan", "StepLayout", "StepLimits"]
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that a scheduler can schedule."""
+    """The largest step that a scheduler can schedule.
+
+    Args:
+        draft: tokens of a draft, of each request of a step that only decodes.
+    """
 
     tokens: int
     seqs: int
     context_blocks: int
     pool_blocks: int
+    draft: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from graphs import BucketSpace, explicit
 __all__ = ["TableBatch", "TableLayout", "TablePlan"]
 
 _AXES = ("tokens", "requests")
+_DRAFT_ROWS = 64  # beyond them a row takes as long with others as alone
 _FEW = 8  # requests whose logits take no longer than reading the weights of the head
 
 
@@ -176,12 +177,15 @@ class TableLayout:
     ) -> BucketSpace:
         """Returns decode buckets of 1, 2, 4 .. requests, and prefill buckets of more tokens.
 
+        With drafts a step of decodes needs logits for each token, so there are decode buckets of
+        more rows, also for 1, 2, 4 .. requests with a draft each.
+
         With fewer graphs it selects the largest sizes of each kind in turn. If one compile serves
         all buckets, there are also finer sizes of prefills with few requests: a prompt needs few
         rows of logits, and less of its last step is padding.
         """
         largest = limits.tokens, limits.seqs
-        decode = [(size, size) for size in _doubling(1, limits.seqs)]
+        decode = [(size, size) for size in _decode_sizes(limits)]
         prefill = [(size, limits.seqs) for size in _doubling(2 * limits.seqs, limits.tokens)]
         decode, prefill = decode[::-1], [shape for shape in prefill[::-1] if shape != largest]
         sizes = [largest]
@@ -253,6 +257,13 @@ def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:
     few = min(seqs, _FEW)
     finer = {of for size in sizes for of in (size, size * 3 // 4)}
     return [(size, few) for size in sorted(finer, reverse=True) if size > few]
+
+
+def _decode_sizes(limits: StepLimits) -> list[int]:
+    each = 1 + limits.draft
+    most = max(limits.seqs, min(limits.seqs * each, _DRAFT_ROWS, limits.tokens))
+    drafted = [each * 2**n for n in range(7)] if limits.draft else []
+    return sorted({*_doubling(1, most), limits.seqs, *(size for size in drafted if size < most)})
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -99,7 +99,11 @@ class Ledger:
         for number, (part, row) in enumerate(zip(parts, rows, strict=True)):
             start, end = part.start, part.start + part.count
             lineage = self._lineage(part, row)
+            refused = lineage.cut(start)
             lineage.extend(part.tokens, end)
+            if len(refused):  # of a draft
+                row[1] = min(row[1], start)
+                self._forget(part, refused, lineage)
             ids.extend(part.tokens[start:end])
             positions.extend(range(start, end))
             tags.extend(lineage.tags[start:end])
@@ -151,6 +155,21 @@ class Ledger:
         if len(self._lineages) > _REMEMBERED + len(self._parts):
             del self._lineages[next(iter(self._lineages))]
         return found
+
+    def _forget(self, part: StepTokens, refused: NDArray[np.int64], lineage: Lineage) -> None:
+        """Clears the tags of refused tokens, which later steps overwrite with others."""
+        size, start = self._shadow.block_size, part.start
+        end = min(start + len(refused), len(part.blocks) * size)
+        refused, now = refused[: end - start], lineage.span(start, end)
+        is_gone = np.ones(len(refused), np.bool_)
+        is_gone[: len(now)] = now != refused[: len(now)]
+        position = start + np.flatnonzero(is_gone)
+        slots = np.asarray(part.blocks, np.int64)[position // size] * size + position % size
+        at, old = torch.from_numpy(slots), torch.from_numpy(refused[is_gone])
+        for tags in self._tags():
+            flat, there = tags.view(-1), at.to(tags.device)
+            found = flat[there]
+            flat[there] = torch.where(found == old.to(found), 0, found)
 
     def _rows_of(self, parts: Sequence[StepTokens]) -> list[list[int]]:
         rows, now = self._rows, {part.request for part in parts}

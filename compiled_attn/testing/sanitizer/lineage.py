@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["Lineage"]
 
 _MASK = (1 << 64) - 1
+_NONE = np.zeros(0, np.int64)
 _STEP = 0x9E3779B97F4A7C15
 
 
@@ -42,6 +43,7 @@ class Lineage:
         self.name = name
         self.tags, self.steps = array("i"), array("i")
         self._sum = int.from_bytes(blake2b(repr(salt).encode(), digest_size=8).digest(), "little")
+        self._sums = array("Q", [self._sum])  # before each position, and after the last
         self._weight = 0, 0  # number of positions, and the sum of their weights
 
     def __len__(self) -> int:
@@ -53,6 +55,7 @@ class Lineage:
         if end == start + 1:  # most steps
             at = (start + 1) * _STEP & _MASK
             self._sum = (self._sum + _mixed((int(tokens[start]) + 1 ^ at) & _MASK)) & _MASK
+            self._sums.append(self._sum)
             self.tags.append(max(1, _mixed((self._sum + at) & _MASK) >> 33))
             self.steps.append(0)
         elif end > start:
@@ -61,9 +64,19 @@ class Lineage:
             sums: NDArray[np.uint64] = np.cumsum(_all_mixed(ids ^ steps), dtype=np.uint64)
             sums += np.uint64(self._sum)
             self._sum = int(sums[-1])
+            self._sums.frombytes(sums.tobytes())
             tags = np.maximum(_all_mixed(sums + steps) >> np.uint64(33), np.uint64(1))
             self.tags.frombytes(tags.astype(np.int32).tobytes())
             self.steps.frombytes(bytes(4 * (end - start)))
+
+    def cut(self, end: int) -> NDArray[np.int64]:
+        """Removes the positions from ``end`` on, and returns their tags."""
+        removed = self.span(end, len(self.tags)) if end < len(self.tags) else _NONE
+        if len(removed):
+            self._sum = self._sums[end]
+            del self.tags[end:], self.steps[end:], self._sums[end + 1 :]
+            self._weight = 0, 0
+        return removed
 
     def span(self, start: int, end: int) -> NDArray[np.int64]:
         """Returns the tags of positions ``start .. end - 1``."""

@@ -140,7 +140,7 @@ def test_tokens_are_counted_one_by_one_as_they_are_all_at_once():
     rng = np.random.default_rng(0)
     text = rng.integers(0, 50, 300).tolist()
     seen = SeenTokens(20)
-    for length in [20, 21, 22, 25, 100, 101, 300]:
+    for length in [20, 21, 22, 25, 100, 101, 300, 40, 41]:
         seen.of(text[:length])
         ids, counts = seen.of(text[:length])
         assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {

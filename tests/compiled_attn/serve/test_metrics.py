@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from compiled_attn.engine import StepRecord
+from compiled_attn.serve.metrics import Metrics
+from tests.compiled_attn.engine.small import small_engine
 from tests.compiled_attn.serve.conftest import NAME, Running
 
 
@@ -46,3 +51,21 @@ def test_the_gaps_of_a_stream_are_a_histogram_of_vllm(server):
     assert after[f"{name}_sum"] > before[f"{name}_sum"]
     bucket = f'{name}_bucket{{le="+Inf",model_name="{NAME}"}} {after[f"{name}_count"]}'
     assert bucket in server.get("/metrics")[1]
+
+
+def test_tokens_of_drafts_are_counted_by_their_place():
+    engine = small_engine(speculate="ngram:3")
+    bucket = engine.sizing.buckets.largest
+    for drafts in ([(3, 1), (1, 1)], [(2, 0)]):
+        engine.tally.add(StepRecord(dict(bucket), bucket, 0.1, drafts=tuple(drafts)))
+    owner = SimpleNamespace(call=lambda function: function(engine))
+    text = Metrics(SimpleNamespace(name=NAME, stage="ready", engine=owner)).exposition().decode()
+    found = {
+        (sample.name, sample.labels["position"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "position" in sample.labels
+    }
+    drafted, accepted = (f"compiled_attn_{kind}_tokens_total" for kind in ("drafted", "accepted"))
+    assert [found[drafted, place] for place in "123"] == [3, 2, 1]
+    assert [found[accepted, place] for place in "123"] == [2, 0, 0]

@@ -44,6 +44,16 @@ def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget, on
     assert space.pick(tokens=tokens, requests=seqs) is not None
 
 
+def test_steps_with_drafts_have_buckets_of_a_row_for_each_token():
+    space = LAYOUT.ladder(StepLimits(256, 8, 100, 1000, draft=4), 24)
+    rows = sorted(size for size, requests in (bucket.sizes for bucket in space) if size == requests)
+    assert rows == [1, 2, 4, 5, 8, 10, 16, 20, 32, 40]
+    assert space.pick(tokens=256, requests=8) is not None
+    for draft in range(17):
+        many = LAYOUT.ladder(StepLimits(64, 32, 100, 1000, draft), 24)
+        assert many.largest.sizes == (64, 64 if draft else 32)
+
+
 @pytest.mark.parametrize("bad", [0, -1, 8])
 def test_a_block_that_is_read_must_be_one_of_the_cache(bad):
     with pytest.raises(ValueError, match=r"block ids in 1\.\.7, got"):

@@ -56,3 +56,14 @@ def test_sums_weigh_tags_by_position() -> None:
     expected = np.cumsum(tags * (2 * np.arange(300) + 1))
     for start, end in ((0, 10), (10, 11), (50, 300), (11, 12)):
         assert lineage.sums(start, end).tolist() == expected[start:end].tolist()
+
+
+def test_positions_that_are_cut_get_the_tags_of_other_tokens() -> None:
+    lineage, other = whole(TOKENS), [*TOKENS[:120], *TOKENS[100:200]]
+    assert lineage.cut(300).tolist() == []
+    assert lineage.cut(120).tolist() == whole(TOKENS).tags.tolist()[120:]
+    for end in (121, 220):
+        lineage.extend(other, end)
+    assert lineage.tags == whole(other).tags
+    assert len(lineage.steps) == 220
+    assert lineage.sums(119, 220).tolist() == whole(other).sums(119, 220).tolist()
