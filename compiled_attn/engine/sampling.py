@@ -306,6 +306,8 @@ def _check_blocks(sizing: Sizing, length: int, blocks: int) -> None:
             f"expected a pool that holds one request of {length} tokens ({blocks} blocks of "
             f"{sizing.block_size}), got {sizing.num_blocks - 1} blocks: "
             f"raise num_blocks to at least {-(-blocks // sizing.ranks) + 1}"
+            + ", or lower max_tokens_per_step"
+            * (sizing.window is not None)
         )
     need = sizing.layout.smallest_need(min(blocks, sizing.read_blocks))
     try:
