@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from compiled_attn.bundle.executor import SOURCES
 from compiled_attn.bundle.folder import WEIGHTS, Bundle, Manifest
+from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.sizing import work_of
 from compiled_attn.errors import ConfigError
@@ -35,7 +37,12 @@ _SETTINGS = (
     "max_tokens_per_step", "max_seqs", "block_size", "kv_dtype", "max_graphs", "defrag_waste",
     "kernel", "weights", "strict", "watch_process",
 )  # fmt: skip
-"""Settings of the engine that a bundle keeps; others have decided its graphs already."""
+"""Settings of the engine that a bundle keeps."""
+_DECIDED = (
+    "num_blocks", "kv_memory", "context", "buckets", "backend", "store", "async_scheduling",
+    "warmup_journal",
+)  # fmt: skip
+"""Settings that have decided sizes and graphs already."""
 _TEXTS = (
     "Hello, world!", " two  spaces\n\tand a tab", "na\u00efve caf\u00e9 \u4f60\u597d \U0001f600",
     "def f(x):\n    return x ** 2  # 3.14", "",
@@ -98,13 +105,22 @@ def _replays_of(executor: LocalExecutor) -> Replays:
             f"backend inductor on the CPU, got {executor.config.backend_name}: leave --backend and "
             "--device out"
         )
-    elif executor.cache.shadow is not None:
-        why = "an engine without sanitize: leave it out"
+    elif others := _other_settings(executor.config):
+        why = f"an engine without {', '.join(others)}, which it cannot have: leave them out"
     elif executor.graphs.report is None:
         why = "an engine after its warmup: call warmup()"
     if why or replays is None:
         raise ConfigError(f"a bundle needs {why}")
     return replays
+
+
+def _other_settings(config: EngineConfig) -> list[str]:
+    """Names of settings that were made and that a bundle does not keep."""
+    return [
+        each.name
+        for each in fields(config)
+        if each.name not in (*_SETTINGS, *_DECIDED) and getattr(config, each.name) != each.default
+    ]
 
 
 def _write_graphs(executor: LocalExecutor, replays: Replays, folder: Path) -> list[str]:

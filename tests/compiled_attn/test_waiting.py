@@ -155,7 +155,7 @@ def test_where_torch_is_loaded_nothing_can_be_changed(machine, monkeypatch):
 LOAD = """
 import ctypes, sys
 from compiled_attn import waiting
-waiting.busy_processors = lambda: 99.0
+waiting.busy_processors = lambda **_: 99.0
 print(waiting.choose_waiting(2))
 ctypes.CDLL(sys.argv[1])
 """

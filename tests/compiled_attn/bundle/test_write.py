@@ -12,6 +12,8 @@ import pytest
 
 from compiled_attn import LLM
 from compiled_attn.bundle import write_bundle
+from compiled_attn.bundle.write import _other_settings
+from compiled_attn.engine import EngineConfig
 from compiled_attn.errors import ConfigError
 from tests.compiled_attn.bundle import served
 from tests.compiled_attn.bundle.conftest import PROMPTS, SHORT
@@ -62,10 +64,14 @@ def test_an_existing_folder_stays(written, llm_of_host):
     assert sorted(written.folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("setting", [{"sanitize": True}, {"prefix_key": b"secret"}])
+def test_settings_that_a_bundle_cannot_keep_are_refused_by_name(setting):
+    (name,) = setting
+    assert _other_settings(EngineConfig(max_seqs=3, context=64, **setting)) == [name]
+
+
 @pytest.fixture
 def llm_of_host(written) -> LLM:
-    from compiled_attn.engine import EngineConfig
-
     config = EngineConfig(backend="eager", max_seqs=2, max_tokens_per_step=8, block_size=8)
     with LLM(written.model, config) as llm:
         yield llm
