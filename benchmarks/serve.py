@@ -32,7 +32,7 @@ import torch
 from openai import AsyncOpenAI
 
 from compiled_attn.errors import ModelError
-from compiled_attn.models.folder import model_folder
+from compiled_attn.models import plain_folder
 from compiled_attn.serve.server import listen
 
 TOKENS = 48
@@ -82,7 +82,7 @@ def free_port() -> int:
 
 def servers(options: argparse.Namespace) -> list[Server]:
     """Ours first, and transformers', not started."""
-    ours, theirs, folder = free_port(), free_port(), str(model_folder(options.model))
+    ours, theirs, folder = free_port(), free_port(), str(plain_folder(options.model))
     program = "from {} import {} as main; main()"
     own = [sys.executable, "-c", program.format("compiled_attn.cli", "main"), "serve"]
     own += [options.model, "--name", "served", "--port", str(ours)]

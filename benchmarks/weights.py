@@ -1,4 +1,4 @@
-"""Generated tokens per second of one model by the packing of its weights: plain, packed, int8.
+"""Generated tokens per second by the packing of the weights: plain, packed, int8, int4.
 
     python benchmarks/weights.py [--model smollm2] [--threads 1] [--requests 16] [--new 64]
 
@@ -15,11 +15,10 @@ import torch
 from native.timing import medians
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.models import load_model
-from compiled_attn.models.folder import model_folder
+from compiled_attn.models import load_model, plain_folder
 from graphs import explicit
 
-PACKINGS = ("plain", "packed", "int8")
+PACKINGS = ("plain", "packed", "int8", "int4")
 PROMPT = 128
 
 
@@ -28,7 +27,7 @@ class PackedEngine:
 
     def __init__(self, packing: str, options: argparse.Namespace) -> None:
         self._options = options
-        self._model = load_model(str(model_folder(options.model)), dtype=torch.bfloat16)
+        self._model = load_model(str(plain_folder(options.model)), dtype=torch.bfloat16)
         buckets = explicit(("tokens", "requests"), [(16, 16), (512, 32)])
         config = EngineConfig(weights=packing, buckets=buckets, max_tokens_per_step=512)
         self._engine = Engine(self._model, config)

