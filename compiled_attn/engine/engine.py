@@ -29,7 +29,7 @@ from compiled_attn.engine.sampling import (
     check_lengths,
     check_settings,
     token_ids,
-)  # fmt: skip
+)
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
 from compiled_attn.engine.speculation.sources import drafter_of
@@ -299,8 +299,9 @@ class Engine:
             return None
         if grammars is None:
             raise without_grammars(grammar)
-        ends = self.end_tokens(sampling)
-        return Constraint(grammars, grammar, prompt_len, ends, self.sizing.vocab)
+        return Constraint(
+            grammars, grammar, prompt_len, self.end_tokens(sampling), self.sizing.vocab
+        )
 
     def enter(
         self,
@@ -382,12 +383,8 @@ class Engine:
 
     def _drop_all(self) -> None:
         while self._dropped:
-            if sequence := self._requests.get(self._dropped.pop()):
-                self._drop(sequence)
-
-    def _drop(self, sequence: RequestState) -> None:
-        del self._requests[sequence.request_id]
-        self.scheduler.finish(sequence)
+            if sequence := self._requests.pop(self._dropped.pop(), None):
+                self.scheduler.finish(sequence)
 
     def _refuse_unservable(self) -> None:
         """Fails requests that were queued before a warmup which lost the buckets for them."""
