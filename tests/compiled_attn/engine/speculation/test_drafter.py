@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.engine import Engine, SamplingParams
-from compiled_attn.engine.speculation.drafter import Ngrams
-from tests.compiled_attn.engine.drafting import draft_known, drafting_engine
+from compiled_attn.engine.request_state import RequestState
+from compiled_attn.engine.speculation.drafter import Drafter, Ngrams
+from compiled_attn.step import StepLimits, TableLayout
+from tests.compiled_attn.engine.drafting import FreeRows, draft_known, drafting_engine
 from tests.compiled_attn.engine.small import greedy, plain, prompts_of, small_engine
 from tests.compiled_attn.engine.test_stop_strings import has_stop, spelled
 from tests.compiled_attn.engine.words import Words, grammar_of
@@ -204,17 +206,37 @@ def test_a_device_drafts_and_schedules_ahead_in_turn(params):
     assert engine.report().steps_ahead > 20
 
 
-def test_refused_drafts_become_rare():
-    expected = results_of(small_engine())
-    engine = drafting_engine(expected, 1.0)
-    for _ in range(5):
-        results_of(engine)
-    report = engine.report()
-    first = report.drafts["drafted"][0]
-    for _ in range(5):
-        assert figures(results_of(engine)) == figures(expected)
-    later = engine.report().drafts["drafted"][0] - first
-    assert 0 < later < 0.05 * 5 * len(PROMPTS) * 25
+class Ones:
+    """Drafts ones for every request."""
+
+    seconds_per_token = 0.0
+
+    def kind(self, sequence, state):
+        return 1
+
+    def drafts(self, lengths):
+        return {each: [1] * count for each, count in lengths.items()}
+
+
+def test_refused_drafts_become_rare_and_accepted_ones_come_back():
+    params = SamplingParams(max_new_tokens=10**6)
+    requests = [RequestState(n, [0] * 4, 4, params, 0.0, computed=3) for n in range(4)]
+    buckets = TableLayout(100, 4, 10).ladder(StepLimits(64, 8, 10, 99, 4), 24)
+    drafter = Drafter(Ones(), 4)
+    drafter._costs = FreeRows(buckets, {})
+
+    def drafted(steps: int, share: int) -> int:
+        count = 0
+        for _ in range(steps):
+            drafts = drafter.draft(requests, 60)
+            sizes = {each: (len(draft), share * len(draft)) for each, draft in drafts.items()}
+            drafter.add(buckets.largest, 1.0, sizes)
+            count += sum(size for size, _ in sizes.values())
+        return count
+
+    assert drafted(200, 0) >= 16
+    assert 0 < drafted(1000, 0) < 0.03 * 1000 * 4
+    assert drafted(300, 1) and drafted(100, 1) == 100 * 4 * 4
 
 
 def test_prompts_that_repeat_themselves_are_continued_from_their_own_text():
