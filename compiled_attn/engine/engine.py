@@ -94,17 +94,15 @@ class Engine:
         step = self.sizing.step or StepSize.of(config, self.sizing.layout.symbolic)
         self._drafter = drafter_of(executor, config)
         self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs, self._drafter)
-        buckets, longest = self.sizing.buckets, config.longest_draft
-        self.tally = Tally([*buckets], buckets.cost, self.sizing.recorded, longest)
+        self.tally = Tally.of(self.sizing, config.longest_draft)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self._steps = StepRunner(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None
-        self.grammars = grammars
-        self._has_stop = has_stop
+        self.grammars, self._has_stop = grammars, has_stop
         self._requests: dict[int, RequestState] = {}
         self._dropped: set[int] = set()
         self._ids = itertools.count()
-        self._events: deque[TokenEvent] = deque()
+        self._events = deque[TokenEvent]()
         self._transactions = Transactions(self._rollback)
         self._result: StepResult | None = None  # while it is committed
         self.is_streaming = False
@@ -383,8 +381,12 @@ class Engine:
 
     def _drop_all(self) -> None:
         while self._dropped:
-            if sequence := self._requests.pop(self._dropped.pop(), None):
-                self.scheduler.finish(sequence)
+            if sequence := self._requests.get(self._dropped.pop()):
+                self._drop(sequence)
+
+    def _drop(self, sequence: RequestState) -> None:
+        del self._requests[sequence.request_id]
+        self.scheduler.finish(sequence)
 
     def _refuse_unservable(self) -> None:
         """Fails requests that were queued before a warmup which lost the buckets for them."""

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphs import Bucket
 from graphs.buckets.recorded import RecordedSizes
+
+if TYPE_CHECKING:
+    from compiled_attn.engine.sizing import Sizing
 
 __all__ = ["BINS", "Percentiles", "Series", "StepRecord", "Tally", "bin_of", "quantile"]
 
@@ -155,6 +159,11 @@ class Tally:
         self._per_bucket = self._first + BINS
         self._sums = np.zeros(self._per_bucket + len(buckets) * (1 + BINS))
         self._longest = np.zeros(1 + len(buckets))  # to a first token, then a step of each bucket
+
+    @classmethod
+    def of(cls, sizing: Sizing, longest_draft: int) -> Tally:
+        """Returns an empty one for the buckets of an engine."""
+        return cls([*sizing.buckets], sizing.buckets.cost, sizing.recorded, longest_draft)
 
     def __getitem__(self, name: str) -> float:
         """Returns a sum by its name: steps, seconds, generated_tokens, need tokens, ..."""
