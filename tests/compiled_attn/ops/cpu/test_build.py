@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from compiled_attn.ops import NativeUnavailable
-from compiled_attn.ops.cpu.build import Build, _run_all, build
+from compiled_attn.ops.cpu.build import UNITS, Build, _run_all, build
 from compiled_attn.ops.cpu.libraries import build_lock
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreBusy
 
-CALLS = 7  # six units and a link
+CALLS = len(UNITS) + 1  # and the linker
 COMPILER = """#!/bin/sh
 # Logs each call, sleeps for the seconds in the file "seconds", writes the file after -o.
 here=$(dirname "$0")
