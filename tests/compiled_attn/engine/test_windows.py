@@ -57,7 +57,7 @@ def test_tokens_are_those_of_the_model_when_requests_compete(kernel, config, exp
 
 def test_preempted_requests_are_continued():
     engine, prompts = _engine(num_blocks=11), [_tokens(3, seed) for seed in range(4)]
-    assert greedy(engine, prompts, 40) == plain(tiny_model("mistral"), prompts, 40)
+    assert greedy(engine, prompts, 20) == plain(tiny_model("mistral"), prompts, 20)
     assert engine.memory.stats().preemptions > 0 and used(engine) == 0
 
 
