@@ -77,7 +77,7 @@ class BundleExecutor(LocalExecutor):
             timed_runs=0,
         )
         self.copies = self._copies()
-        self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
+        self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size, sizing.window)
         self._plan_notes: Mapping[str, str] = {}
         self._has_logged_cut = self._is_attached = False
 
@@ -97,13 +97,13 @@ class BundledModel(nn.Module):
 
     Attributes:
         model: its device, configuration and generation configuration.
-        packed, quantised, widened: see `compiled_attn.models.hf.PagedCausalLM`.
+        packed, quantised, widened, formats: see `compiled_attn.models.hf.PagedCausalLM`.
     """
 
     def __init__(self, engine: Mapping[str, Any], cache: PagedKVCache, layout: TableLayout) -> None:
         super().__init__()
         self.cache, self.layout = cache, layout
-        self.packed, self.quantised, self.widened = engine["packed"]
+        self.packed, self.quantised, self.widened, self.formats = engine["packed"]
         self.model: Any = SimpleNamespace(
             device=torch.device("cpu"),
             config=SimpleNamespace(model_type=engine["model_type"]),
@@ -201,6 +201,7 @@ def _sizing_of(engine: Mapping[str, Any], layout: TableLayout) -> Sizing:
         layout,
         buckets.with_cost(layout.cost(ModelWork(*engine["work"]))),
         step=StepSize(*engine["step"]),
+        window=engine["window"],
     )
 
 

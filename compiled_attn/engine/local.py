@@ -23,7 +23,6 @@ from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.engine.speculation.verify import sampled
 from compiled_attn.models.load import unwrap
-from compiled_attn.models.packed import quantised_formats
 from compiled_attn.ops import load
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
@@ -257,9 +256,8 @@ class LocalExecutor:
         packed, widened = self.module.packed, self.module.widened
         kind = "packed"
         if quantised := self.module.quantised:
-            formats = ", ".join(sorted(quantised_formats(self.module.model)))
             of_these = "" if quantised == packed else f"packed, {quantised} "
-            kind = f"{of_these}in {formats}"
+            kind = f"{of_these}in {', '.join(self.module.formats)}"
         kind += f", {widened} of float32 in 16 bits, which hold them exactly" if widened else ""
         notes = {"weights": f"{packed} weights {kind}"} if packed else {}
         if self.cache.shadow is not None:

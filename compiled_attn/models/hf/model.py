@@ -32,6 +32,7 @@ from compiled_attn.models.hf.snapshot import Snapshot
 from compiled_attn.models.packed import (
     pack_linears,
     packed_weights,
+    quantised_formats,
     quantised_weights,
     widened_weights,
 )
@@ -76,6 +77,7 @@ class PagedCausalLM(nn.Module):
         packed: number of packed weights, including those packed by an earlier engine.
         quantised, widened: how many of them have 4 to 8 bits, and how many are the upper halves of
             float32.
+        formats: formats of the former.
         vocab, logits_dtype: size and dtype of a row of logits.
 
     Raises:
@@ -121,7 +123,7 @@ class PagedCausalLM(nn.Module):
             if packs is not None:
                 self._pack(packs, expected, undo)
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
-            self.widened = widened_weights(model)
+            self.widened, self.formats = widened_weights(model), sorted(quantised_formats(model))
             undo.pop_all()
         self._snapshot = Snapshot(self.model, self._layers)
 
