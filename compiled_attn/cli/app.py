@@ -158,7 +158,6 @@ def serve(options: ServeOptions) -> int:
 @app.command(
     epilog=_examples(
         "compiled-attn bundle smollm2 --out smollm2.bundle",
-        "compiled-attn serve --bundle smollm2.bundle",
     )
 )
 @taking(BundleOptions)

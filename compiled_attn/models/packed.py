@@ -32,6 +32,7 @@ __all__ = [
     "PackedEmbedding",
     "PackedLinear",
     "dequantise_layers",
+    "exact_inputs",
     "hidden_weights",
     "pack_linears",
     "packable",
@@ -127,6 +128,23 @@ def quantised_weights(model: nn.Module) -> int:
 def quantised_formats(model: nn.Module) -> set[str]:
     """Formats of the quantised weights of a model: those of `BITS_OF`, or of a file."""
     return {each.format for each in model.modules() if isinstance(each, QuantisedLayer)}
+
+
+@contextlib.contextmanager
+def exact_inputs(model: nn.Module) -> Iterator[None]:
+    """Leaves inputs of quantised layers unrounded in a context.
+
+    A difference of one bit may round an input to the next int8, which hides small mistakes.
+    """
+    rounding = [each for each in model.modules() if isinstance(each, QuantisedLayer)]
+    before = [each.int8_inputs for each in rounding]
+    try:
+        for each in rounding:
+            each.int8_inputs = False
+        yield
+    finally:
+        for each, was in zip(rounding, before, strict=True):
+            each.int8_inputs = was
 
 
 def widened_weights(model: nn.Module) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.executor import Executor
-from compiled_attn.engine.speculation.draft_model import DraftModel
 from compiled_attn.engine.speculation.drafter import Drafter, Ngrams
 
 __all__ = ["drafter_of"]
@@ -21,4 +20,6 @@ def drafter_of(executor: Executor, config: EngineConfig) -> Drafter | None:
         return None
     if speculation.model is None:
         return Drafter(Ngrams(), speculation.most)
+    from compiled_attn.engine.speculation.draft_model import DraftModel  # loads transformers
+
     return Drafter(DraftModel.beside(executor, config, speculation.model), speculation.most)

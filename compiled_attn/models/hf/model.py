@@ -30,6 +30,7 @@ from compiled_attn.models.hf.region_keys import region_keys, relate_sizes, witho
 from compiled_attn.models.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.models.hf.snapshot import Snapshot
 from compiled_attn.models.packed import (
+    exact_inputs,
     pack_linears,
     packed_weights,
     quantised_formats,
@@ -112,9 +113,9 @@ class PagedCausalLM(nn.Module):
         self._numbers = [self._number_of(layer) for layer in self._layers]
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         self._cuts_last_layer = self._in_trial = False
-        expected = plain_logits(model)
-        self.vocab, self.logits_dtype = expected.shape[-1], expected.dtype
-        with contextlib.ExitStack() as undo:
+        with exact_inputs(model), contextlib.ExitStack() as undo:
+            expected = plain_logits(model)
+            self.vocab, self.logits_dtype = expected.shape[-1], expected.dtype
             self._switch(undo)
             self._reads_numbers = not self._is_equal_without_numbers(expected)
             if self._reads_numbers:
