@@ -17,7 +17,6 @@ from graphs.capture.contract import Frozen, Job
 from graphs.capture.export_state import State, bind_state, constant_of, why_stale
 from graphs.capture.inputs import Input
 from graphs.torch_internals.replay.replay import replay_loads
-from graphs.torch_internals.triton_key import skip_triton_key
 from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import describe_failure
 
@@ -203,7 +202,7 @@ class ArtifactCompiler:
 
 def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    with trust_vectors(), skip_triton_key(), replay_loads():
+    with trust_vectors(), replay_loads():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 

@@ -13,7 +13,6 @@ import torch
 from graphs.torch_internals.direct_call import cheap_calls
 from graphs.torch_internals.regions import refuse_effects
 from graphs.torch_internals.replay.replay import replay_loads
-from graphs.torch_internals.triton_key import skip_triton_key
 from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import site_of_error, site_of_stack
 
@@ -44,13 +43,7 @@ def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Settings of torch that make compiles and calls fast."""
-    with (
-        cheap_calls(),
-        trust_vectors(),
-        skip_triton_key(),
-        replay_loads(),
-        refuse_effects(),
-    ):
+    with cheap_calls(), trust_vectors(), replay_loads(), refuse_effects():
         yield
 
 
