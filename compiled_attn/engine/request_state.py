@@ -161,9 +161,13 @@ class RequestState:
         Args:
             before: tokens that precede it, and are not appended yet.
         """
-        if token in self.stop_tokens or self._ends_text([*before, token]):
+        if token in self.stop_tokens:
             return "stop"
-        is_last = self.generated + len(before) + 1 >= self.sampling.max_new_tokens
+        may_end = self.sampling.stop or self.constraint is not None
+        if may_end and self._ends_text([*before, token]):
+            return "stop"
+        generated = len(self.tokens) - self.prompt_len + len(before)
+        is_last = generated + 1 >= self.sampling.max_new_tokens
         return "length" if is_last else ""
 
     def event(
@@ -176,8 +180,9 @@ class RequestState:
     ) -> TokenEvent:
         """Returns the event of the next token, or of an error, after those of ``before``."""
         result = self._result(row, start, now_s, reason, before) if reason else None
-        name = self.index, row.token, result, self.request_id, self.choice
-        return TokenEvent(*name, row.logprobs, row.draft)
+        return TokenEvent(
+            self.index, row.token, result, self.request_id, self.choice, row.logprobs, row.draft
+        )
 
     def apply(
         self, row: RowResult, start: int, length: int, now_s: float, event: TokenEvent | None

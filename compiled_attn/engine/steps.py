@@ -103,12 +103,12 @@ def step_result(
         if finished and sequence in finished:  # since the step was launched
             continue
         reaches_end = start + count >= len(sequence.tokens)
-        before: list[RowResult] = []
+        before: Sequence[RowResult] = ()
         for row in (whole, *whole.more) if whole.more else (whole,):
             has_token, reason = reaches_end, ""
             if has_token and row.token is not None:
                 try:
-                    earlier = [each.token for each in before if each.token is not None]
+                    earlier = _tokens(before) if before else ()
                     reason = sequence.finish_reason(row.token, earlier)
                 except Exception as error:  # in its stop strings or its grammar
                     row = RowResult(error=f"its end is unknown: {type(error).__name__}: {error}")
@@ -123,15 +123,16 @@ def step_result(
             elif not row.prompt_logprobs:
                 continue
             finishing += bool(reason)
-            is_event = has_token or bool(reason)
-            event = sequence.event(row, start, now_s, reason, before) if is_event else None
+            event = None
+            if has_token or reason:
+                event = sequence.event(row, start, now_s, reason, before)
             length = len(sequence.tokens) + len(before)
             result.requests.append(_RequestResult(sequence, start, length, row, event))
             if row.draft:
                 accepted[sequence] = row.draft
-            if reason:
+            if reason or not whole.more:
                 break
-            before.append(row)
+            before = (*before, row)
     if gone := failed | finished:
         result.step = step.without(gone)
     result.record = replace(
@@ -146,6 +147,10 @@ def step_result(
         ),
     )
     return result
+
+
+def _tokens(rows: Sequence[RowResult]) -> list[int]:
+    return [each.token for each in rows if each.token is not None]
 
 
 class StepRunner:
