@@ -19,7 +19,7 @@ def settings(device: str) -> dict[str, Any]:
         "default device": torch.get_default_device(),
         "grad mode": torch.is_grad_enabled(),
         "deterministic debug mode": torch.get_deterministic_debug_mode(),
-        "precision of float32 matmuls": torch.backends.cuda.matmul.fp32_precision,
+        "precision of float32 matmuls": _precision(),
         "number of threads": torch.get_num_threads(),
         "state of the default generator": torch.get_rng_state(),
     }
@@ -64,10 +64,26 @@ def _restore(before: dict[str, Any], device: str) -> None:
         elif name == "deterministic debug mode":
             torch.set_deterministic_debug_mode(old)
         elif name == "precision of float32 matmuls":
-            torch.backends.cuda.matmul.fp32_precision = old
+            _set_precision(*old)
         elif name == "number of threads":
             torch.set_num_threads(old)
         elif name == "state of the default generator":
             torch.set_rng_state(old)
         else:
             torch.cuda.set_rng_state(old, device)
+
+
+def _precision() -> tuple[str | None, str, str]:
+    """The setting for all backends, None where they differ, and those of CUDA and oneDNN."""
+    of_all = None
+    with contextlib.suppress(RuntimeError):
+        of_all = torch.get_float32_matmul_precision()
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    return of_all, *(each.fp32_precision for each in backends)
+
+
+def _set_precision(of_all: str | None, cuda: str, onednn: str) -> None:
+    if of_all is not None:
+        torch.set_float32_matmul_precision(of_all)  # sets those below too
+    torch.backends.cuda.matmul.fp32_precision = cuda
+    torch.backends.mkldnn.matmul.fp32_precision = onednn

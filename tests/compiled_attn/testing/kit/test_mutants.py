@@ -64,11 +64,16 @@ def test_a_change_of_torch_is_named_and_undone(setting, change):
         change()
         return out
 
-    before = settings("cpu")
+    def precision():
+        of_onednn = torch.backends.mkldnn.matmul.fp32_precision
+        return torch.get_float32_matmul_precision(), of_onednn
+
+    before, precision_before = settings("cpu"), precision()
     report = check(op, Capabilities(**SIZES), cases=["global_state", "decode", "same_buffers"])
     assert [each.case.name for each in report.failed] == ["global_state"]
     assert f"the call changed the {setting}" in report.failed[0].message
     assert changed(before, settings("cpu")) is None
+    assert precision() == precision_before
 
 
 def _first_failure(kernel, expected: str) -> str | None:
