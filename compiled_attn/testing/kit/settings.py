@@ -11,6 +11,8 @@ from torch import Tensor
 
 __all__ = ["changed", "settings", "unchanged"]
 
+_ONEDNN: Any = torch.backends.mkldnn
+
 
 def settings(device: str) -> dict[str, Any]:
     """Returns torch's global settings by name, and the states of its default generators."""
@@ -78,12 +80,11 @@ def _precision() -> tuple[str | None, str, str]:
     of_all = None
     with contextlib.suppress(RuntimeError):
         of_all = torch.get_float32_matmul_precision()
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    return of_all, *(each.fp32_precision for each in backends)
+    return of_all, torch.backends.cuda.matmul.fp32_precision, _ONEDNN.matmul.fp32_precision
 
 
 def _set_precision(of_all: str | None, cuda: str, onednn: str) -> None:
     if of_all is not None:
         torch.set_float32_matmul_precision(of_all)  # sets those below too
     torch.backends.cuda.matmul.fp32_precision = cuda
-    torch.backends.mkldnn.matmul.fp32_precision = onednn
+    _ONEDNN.matmul.fp32_precision = onednn
