@@ -139,7 +139,7 @@ class LLM:
         if is_shown:
             line = f"loading {model}"
             if will_convert(model):
-                line = f"converting the GGUF file of {model}, once: half a minute or more"
+                line = f"reading the tokenizer of the GGUF file of {model}, once"
             print(line, file=sys.stderr, flush=True)
         self.tokenizer = Tokenizer(model if tokenizer is None else tokenizer)
         self.model = load_model(model, dtype, "cpu" if device is None else device)
