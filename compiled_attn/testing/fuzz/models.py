@@ -47,7 +47,7 @@ _SIZES = {
 _SCALES = {"embed_tokens": 0.02, "v_proj": 5.0, "o_proj": 5.0}
 """Factors of weights that make attention dominate, so that a wrong key changes the next token."""
 
-Choose = Callable[[NDArray[np.float64], int | None, int], int]
+Choices = Callable[[NDArray[np.float64], int | None, int, float], Sequence[int] | NDArray[np.int64]]
 
 
 def tiny_model(family: str) -> PreTrainedModel:
@@ -65,9 +65,12 @@ def tiny_model(family: str) -> PreTrainedModel:
     return made
 
 
-def most_likely(logits: NDArray[np.float64], seed: int | None, step: int) -> int:
-    """Returns the token of the largest logit."""
-    return int(logits.argmax())
+def most_likely(
+    logits: NDArray[np.float64], seed: int | None, step: int, error: float
+) -> NDArray[np.int64]:
+    """Returns the token of the largest logit, then those within two errors of it."""
+    tokens = np.argsort(-logits, kind="stable")
+    return tokens[logits[tokens] >= logits.max() - 2 * error]
 
 
 class DenseReference:
@@ -75,19 +78,19 @@ class DenseReference:
 
     Args:
         model: a transformers model, which is copied.
-        choose: see `Reference.choose`; by default the most likely token.
+        choices: see `Reference.choices`; by default the most likely token.
     """
 
-    def __init__(self, model: PreTrainedModel, choose: Choose = most_likely) -> None:
+    def __init__(self, model: PreTrainedModel, choices: Choices = most_likely) -> None:
         self._plain = copy.deepcopy(model)
         self._exact = copy.deepcopy(model).double()
-        self.choose = choose
+        self.choices = choices
 
     @staticmethod
     @cache
-    def of(family: str, choose: Choose = most_likely) -> DenseReference:
+    def of(family: str, choices: Choices = most_likely) -> DenseReference:
         """Returns the reference of `tiny_model`."""
-        return DenseReference(tiny_model(family), choose)
+        return DenseReference(tiny_model(family), choices)
 
     @torch.no_grad()
     def logits(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:

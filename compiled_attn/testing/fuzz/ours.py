@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError
-from compiled_attn.testing.fuzz.models import FAMILIES, DenseReference, tiny_model
+from compiled_attn.testing.fuzz.models import (
+    FAMILIES,
+    DenseReference,
+    most_likely,
+    tiny_model,
+)
 from compiled_attn.testing.fuzz.target import Refused, Target
 from compiled_attn.testing.fuzz.trace import Settings
 
@@ -29,7 +34,7 @@ class Ours(Target):
                  "max_seqs": settings.max_seqs, "max_tokens_per_step": settings.max_tokens,
                  "context": settings.context, "backend": "eager", "max_graphs": 2,
                  "defrag_waste": 0.25}  # fmt: skip
-        self.reference = DenseReference.of(settings.family, choose)
+        self.reference = DenseReference.of(settings.family, choices)
         self.engine = Engine(tiny_model(settings.family), EngineConfig(**{**sizes, **config}))
         self.engine.warmup()
         self._names: dict[int, int] = {}  # our request ids by those of the engine
@@ -122,16 +127,29 @@ class Ours(Target):
         return is_idle
 
 
-def choose(logits: NDArray[np.float64], seed: int | None, step: int) -> int:
+def choices(
+    logits: NDArray[np.float64], seed: int | None, step: int, error: float
+) -> NDArray[np.int64]:
     """Samples as the engine does: a position in the cumulative weights, by descending logit.
 
-    Its random number depends on seed and step only.
+    Its random number depends on seed and step only. Errors reorder tokens within two of them, and
+    move the bounds of their weights in the sum.
     """
     if seed is None:
-        return int(logits.argmax())
+        return most_likely(logits, seed, step, error)
     row = logits.astype(np.float32)  # in which ties of the engine are ties
     tokens = np.argsort(-row, kind="stable")
-    sums = np.exp(row[tokens].astype(np.float64) - float(row.max())).cumsum()
     uniform = np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
-    position = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-    return int(tokens[min(position, len(tokens) - 1)])
+    ordered = row[tokens].astype(np.float64)
+    weights = np.exp(ordered - ordered[0])
+    sums = np.append(0.0, weights.cumsum())
+    exact = min(np.searchsorted(sums[1:], uniform * sums[-1], side="right"), len(tokens) - 1)
+    surely_before = np.searchsorted(-ordered, -ordered - 2 * error, side="left")
+    maybe_before = np.searchsorted(-ordered, -ordered + 2 * error, side="right")
+    # Of the tokens before: each weight is e^error smaller, and every other larger; or the reverse.
+    before, after = sums[surely_before] * np.exp(-2 * error), sums[-1] - sums[surely_before]
+    start = before / (before + after)
+    before, after = sums[maybe_before] * np.exp(2 * error), sums[-1] - sums[maybe_before]
+    end = before / (before + after)
+    others = np.flatnonzero((start <= uniform) & (uniform <= end))
+    return tokens[np.append(exact, others[others != exact])]

@@ -255,15 +255,12 @@ class _Run:
         start = len(request.prompt) - 1
         for step, token in enumerate(request.tokens):
             row = logits[start + step]
-            expected = reference.choose(row, request.seed, step)
+            expected = reference.choices(row, request.seed, step, 0.0)[0]
             if token == expected:
                 continue
-            nudged = row.copy()
-            if 0 <= token < len(row):
-                nudged[token] += 2 * reference.rounding(text)
-                if reference.choose(nudged, request.seed, step) == token:
-                    self.counts["ties"] += 1
-                    continue
+            if token in reference.choices(row, request.seed, step, reference.rounding(text)):
+                self.counts["ties"] += 1
+                continue
             return (
                 f"(prompt of {len(request.prompt)}) expected token {expected} after "
                 f"{request.tokens[:step]}, got {token}"

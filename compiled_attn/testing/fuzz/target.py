@@ -28,8 +28,10 @@ class Reference(Protocol):
         """Returns by how much the target's logits of a text may differ from `logits`."""
         ...
 
-    def choose(self, logits: NDArray[np.float64], seed: int | None, step: int) -> int:
-        """Returns the token for a row of logits.
+    def choices(
+        self, logits: NDArray[np.float64], seed: int | None, step: int, error: float
+    ) -> Sequence[int] | NDArray[np.int64]:
+        """Returns the token for a row of logits, then those for rows within ``error`` of it.
 
         ``seed`` is that of `Operation`; ``step`` counts the generated tokens before.
         """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from compiled_attn.testing.fuzz import Settings, Target
+from compiled_attn.testing.fuzz.models import most_likely
 
 VOCAB = 50
 
@@ -38,8 +39,8 @@ class Hashes:
     def rounding(self, text):
         return 0.01
 
-    def choose(self, logits, seed, step):
-        return int(logits.argmax())
+    def choices(self, logits, seed, step, error):
+        return most_likely(logits, seed, step, error)
 
 
 class Toy(Target):
