@@ -85,7 +85,7 @@ def test_errors_of_logits_choose_no_other_tokens(seed, error):
         others += len(found) > 1
         # No more than what errors explain: only neighbours in rank, or in the cumulative sum.
         assert len(possible) <= 2 or error > 1e-4
-    assert others or error < 1e-2
+    assert others or error < 0.3
 
 
 def test_two_tokens_of_almost_equal_logits_change_places():
