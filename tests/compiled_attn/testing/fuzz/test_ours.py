@@ -95,6 +95,21 @@ def test_two_tokens_of_almost_equal_logits_change_places():
     assert set(choices(row, 7, step, 1e-5)) >= {1, 2} and 0 not in choices(row, 7, step, 1e-5)
 
 
+def test_a_block_that_was_moved_and_freed_before_the_next_step_is_no_error():
+    """Found by the soak: the defragmenter writes to a free block, whose owner is preempted."""
+    settings = Settings("llama", block_size=5, num_blocks=8, max_seqs=4, max_tokens=6, context=26)
+    trace = Trace(
+        settings,
+        (
+            Operation("submit", 37, prompt=(6,) * 5, new_tokens=1),
+            Operation("fork", 50, prompt=(6,), new_tokens=15, count=4),
+            Operation("step", count=11),
+            Operation("defragment"),
+        ),
+    )
+    assert run(trace, Ours(settings, sanitize=True)) is None
+
+
 def test_sanitized_steps_are_counted():
     trace = generate(3, Ours, 20)
     for sanitize in (False, True):
