@@ -57,7 +57,7 @@ class StepWatch:
         parts = _parts(step, pool)
         fresh = self._fresh(parts, pool)
         if pool.num_exchanges != self._exchanges:
-            # A move wrote to blocks that were free, and may be free again: their owner is preempted.
+            # Moves wrote to blocks that were free, and may be again: their owner was preempted.
             self._exchanges = pool.num_exchanges
             self._clean[1:] = False
         self._free = pool.free_mask()
