@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ def start(options: argparse.Namespace) -> Serve:
     import llama_cpp as lib
 
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(
-        str(options.model).encode(), lib.llama_model_default_params()
-    )
+    settings = lib.llama_model_default_params()
+    if "amx_int8" in Path("/proc/cpuinfo").read_text().split():
+        settings.use_extra_bufts = False  # 0.3.36: its tiles end by SIGSEGV at the second row
+    model = lib.llama_model_load_from_file(str(options.model).encode(), settings)
     if not model:
         raise RuntimeError(f"llama.cpp cannot read {options.model}")
     params = lib.llama_context_default_params()
