@@ -19,10 +19,7 @@ def start(options: argparse.Namespace) -> Serve:
     import llama_cpp as lib
 
     lib.llama_backend_init()
-    settings = lib.llama_model_default_params()
-    if "amx_int8" in Path("/proc/cpuinfo").read_text().split():
-        settings.use_extra_bufts = False  # 0.3.36: its tiles end by SIGSEGV at the second row
-    model = lib.llama_model_load_from_file(str(options.model).encode(), settings)
+    model = lib.llama_model_load_from_file(str(options.model).encode(), model_settings(lib))
     if not model:
         raise RuntimeError(f"llama.cpp cannot read {options.model}")
     params = lib.llama_context_default_params()
@@ -36,6 +33,13 @@ def start(options: argparse.Namespace) -> Serve:
     if not context:
         raise RuntimeError("llama.cpp has no memory for its context")
     return _Server(lib, model, context)
+
+
+def model_settings(lib: Any) -> Any:
+    """Its defaults, but for AMX tiles: those of 0.3.36 end by SIGSEGV at the second row."""
+    settings = lib.llama_model_default_params()
+    settings.use_extra_bufts = "amx_int8" not in Path("/proc/cpuinfo").read_text().split()
+    return settings
 
 
 class _Server:
