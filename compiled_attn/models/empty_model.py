@@ -94,7 +94,8 @@ class EmptyWeights:
         shape = self._by_name[name].shape
         if weight.shape != (*shape,):
             raise ValueError(f"expected shape {[*shape]}, got {[*weight.shape]}")
-        parameter = Parameter(torch.empty(shape, dtype=self._by_name[name].dtype), False)
+        one = torch.empty(1, dtype=self._by_name[name].dtype)
+        parameter = Parameter(one.expand(shape), False)
         self._trap.hide(parameter)
         for owner, _ in self._owners_of(name):
             owner._parameters["weight"] = parameter

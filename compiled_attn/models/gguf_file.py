@@ -28,6 +28,7 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim",
 )  # fmt: skip
+_NOT_FINITE = "expected finite scales, got NaN or infinity"
 _ROWS_AT_ONCE = 2048  # bounds temporary memory
 
 
@@ -120,6 +121,8 @@ def _plain(tensor: GGUFTensor) -> NDArray[Any]:
     if tensor.data.dtype != np.uint8:
         return tensor.data.astype(np.float32)
     plain: NDArray[Any] = dequantize(tensor.data, GGMLQuantizationType[tensor.kind])
+    if tensor.kind in FORMATS and not np.isfinite(plain).all():
+        raise ValueError(_NOT_FINITE)
     return plain
 
 
@@ -146,7 +149,7 @@ def _packed(tensor: GGUFTensor, order: NDArray[np.int64]) -> QuantisedWeight:
         rows = tensor.data[order[begin : begin + _ROWS_AT_ONCE]]
         blocks = form.parse(rows.reshape(len(rows), -1, form.bytes))
         if not np.isfinite(blocks.scales).all():
-            raise ValueError("expected finite scales, got NaN or infinity")
+            raise ValueError(_NOT_FINITE)
         codes, scales, steps = (
             None if each is None else torch.from_numpy(np.ascontiguousarray(each))
             for each in blocks

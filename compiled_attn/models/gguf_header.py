@@ -21,7 +21,11 @@ from compiled_attn.models.gguf_blocks import FORMATS
 
 __all__ = ["GGUFFile", "GGUFTensor", "open_gguf"]
 
-_FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
+_FLOATS: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "F64": np.dtype("<f8"),
+}
 _SERVED = (*FORMATS, *_FLOATS, "BF16")
 _NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
