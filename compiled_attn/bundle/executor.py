@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compiled_attn.bundle.folder import WEIGHTS, Bundle, BundleError
+from compiled_attn.bundle.folder import WEIGHTS, Bundle, BundleError, BundleMisfit
 from compiled_attn.cache import huge_pages
 from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 from compiled_attn.engine.config import EngineConfig
@@ -18,9 +20,10 @@ from compiled_attn.engine.graph_store import store_of
 from compiled_attn.engine.kernel import ChosenKernel
 from compiled_attn.engine.local import HostSteps, LocalExecutor
 from compiled_attn.engine.sizing import Sizing, StepSize
-from compiled_attn.ops.paged_attention import load_library
-from compiled_attn.step import BatchBuilder, ModelWork, TableLayout
-from graphs import WarmupManager
+from compiled_attn.errors import NativeUnavailable
+from compiled_attn.ops.cpu.isa import available_isas, request_permission
+from compiled_attn.ops.paged_attention import NativeOps, load_library
+from compiled_attn.step import ModelWork, TableLayout
 from graphs.buckets.ladders import explicit
 from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.capture.memory import machine_bytes
@@ -44,20 +47,24 @@ class BundleExecutor(LocalExecutor):
         bundle: see `Bundle`.
 
     Raises:
+        BundleMisfit: this system does not run its kernels.
         BundleError: the bundle does not fit together, or its cache does not fit the memory.
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        engine = bundle.manifest.engine
-        torch.set_num_threads(bundle.manifest.threads)
         self._bundle = bundle
+        with _fitting(bundle):
+            self._read(bundle)
+
+    def _read(self, bundle: Bundle) -> None:
+        engine = bundle.manifest.engine
         own = bundle.manifest.libraries[0]
-        ops = load_library(bundle.path(own), bundle.manifest.isa)
+        ops = _load_ops(bundle, own)
         assert ops.build is not None
         # Another copy of the same library would register the ops again.
         loaded = {own: ops.build.library}
         layout = TableLayout(engine["num_blocks"], engine["block_size"], engine["width"])
-        self.sizing = sizing = _sizing_of(engine, layout)
+        self.sizing = _sizing_of(engine, layout)
         self.cache = _cache_of(bundle, engine)
         self.module = cast("Any", BundledModel(engine, self.cache, layout))
         self._replays = Replays(ops.replayer())  # type: ignore[arg-type]  # it has a library
@@ -65,21 +72,10 @@ class BundleExecutor(LocalExecutor):
         self.config = EngineConfig(**engine["config"], backend=backend, store=False)
         self._store = store_of(backend, False)
         self.kernel = ChosenKernel("native", {"native": f"{ops.isa}, of the bundle"})
-        self.schedules_ahead = False
         self.eos = frozenset(engine["eos"])
-        self._onednn = set()
-        self._steps = HostSteps(self.module)
-        self.graphs = WarmupManager(
-            self.module,
-            sizing.buckets,
-            self._steps.padding,
-            backend=CaptureSpec(backend, "step", strict=self.config.strict),
-            timed_runs=0,
-        )
-        self.copies = self._copies()
-        self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size, sizing.window)
-        self._plan_notes: Mapping[str, str] = {}
-        self._has_logged_cut = self._is_attached = False
+        spec = CaptureSpec(backend, "step", strict=self.config.strict)
+        self._make_graphs(HostSteps(self.module), spec, timed_runs=0)
+        torch.set_num_threads(bundle.manifest.threads)
 
     def warmup(self, progress: Any = None) -> Any:
         """See `Executor.warmup`; waits until the weights are checked.
@@ -90,6 +86,34 @@ class BundleExecutor(LocalExecutor):
         report = super().warmup(progress)
         self._bundle.check()
         return report
+
+
+@contextmanager
+def _fitting(bundle: Bundle) -> Iterator[None]:
+    """Turns what a manifest or a file may cause that has a right digest, but wrong contents."""
+    try:
+        yield
+    except BundleError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+        raise BundleError(
+            f"bundle {bundle.folder}: expected files that fit together, got others ({reason}): "
+            "make it again"
+        ) from error
+
+
+def _load_ops(bundle: Bundle, library: str) -> NativeOps:
+    isa, here = bundle.manifest.isa, available_isas()
+    try:
+        if isa not in here:
+            raise NativeUnavailable(f"expected a processor with {isa}, got one with {here[0]}")
+        # Tiles need it, whatever the manifest calls the library.
+        with suppress(NativeUnavailable):
+            request_permission(here[0])
+        return load_library(bundle.path(library), isa)
+    except NativeUnavailable as error:
+        raise BundleMisfit(f"bundle {bundle.folder}: {error}") from error
 
 
 class BundledModel(nn.Module):
@@ -129,12 +153,9 @@ class _BundleBackend(Backend):
     def __init__(
         self, bundle: Bundle, replays: Replays, cache: PagedKVCache, loaded: Mapping[str, Path]
     ) -> None:
-        try:
-            sources = read_json(bundle.path(SOURCES))
-            needed = [loaded.get(name, bundle.path(name)) for name in sources["libraries"]]
-            recordings = read_recordings(bundle.folder, needed)
-        except (OSError, ValueError) as error:
-            raise BundleError(f"bundle {bundle.folder}: {error}: make it again") from error
+        sources = read_json(bundle.path(SOURCES))
+        needed = [loaded.get(name, bundle.path(name)) for name in sources["libraries"]]
+        recordings = read_recordings(bundle.folder, needed)
         weights = _map_weights(bundle, sources["weights"])
         cached = dict(cache.named_buffers())
         self._replays = replays
@@ -142,9 +163,16 @@ class _BundleBackend(Backend):
         for shapes, recording, inputs in zip(
             sources["shapes"], recordings, sources["inputs"], strict=True
         ):
-            fixed: dict[str, Any] = {"weight": weights, "cache": cached, "field": {}}
-            tensors = [fixed[kind].get(name) for kind, name in inputs]
-            fields = [(at, name) for at, (kind, name) in enumerate(inputs) if kind == "field"]
+            if len(inputs) != len(recording.inputs):
+                raise ValueError(f"{SOURCES} has {len(inputs)} inputs of {len(recording.inputs)}")
+            tensors: list[Tensor | None] = []
+            fields = []
+            for at, (kind, name) in enumerate(inputs):
+                if kind == "field" and 0 <= name < len(shapes):
+                    fields.append((at, name))
+                    tensors.append(None)
+                else:
+                    tensors.append({"weight": weights, "cache": cached}[kind][name])
             replay = Replay(recording._replace(inputs=range(len(inputs))), replays)
             self._steps[_key(shapes)] = _Step(replay, replays, tensors, fields)
 
@@ -182,12 +210,12 @@ def _key(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 def _map_weights(bundle: Bundle, places: Mapping[str, list[int]]) -> dict[str, Tensor]:
     """Maps the weights, so that processes share them: bytes by name, from begin and length."""
     path = bundle.path(WEIGHTS)
-    try:
-        size = path.stat().st_size
-        # Not shared, and never written: pages are those of the file.
-        whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:
-        raise BundleError(f"bundle {bundle.folder}: {WEIGHTS} cannot be mapped: {error}") from error
+    size = path.stat().st_size
+    # Not shared, and never written: pages are those of the file.
+    whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    for name, (begin, length) in places.items():
+        if not (begin >= 0 < length <= size - begin):
+            raise ValueError(f"{WEIGHTS} has {size:,} bytes, not {length:,} from {begin:,} {name}")
     return {name: whole[begin : begin + length] for name, (begin, length) in places.items()}
 
 

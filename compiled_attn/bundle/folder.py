@@ -13,19 +13,19 @@ import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from compiled_attn.errors import ModelError
-from graphs.errors import UnsafeStore
-from graphs.files import digest_of, files_in, read_json
-from graphs.store.safety import refuse_unsafe
+from graphs.errors import UnsafeStore, quoted
+from graphs.files import digest_of, digest_of_open, files_in, read_json
+from graphs.store.safety import open_own, refuse_unsafe
 
 __all__ = ["WEIGHTS", "Bundle", "BundleError", "BundleMisfit", "Manifest"]
 
 MANIFEST, DIGEST, WEIGHTS = "manifest.json", "manifest.sha256", "weights.bin"
-_FORMAT = 1
+_FORMAT, _MOST_THREADS, _MOST_DIGEST = 1, 4096, 1024
 # Flags of /proc/cpuinfo of instructions that a compiler emits with -march=native; others describe
 # the system or the hypervisor.
 _COMPILED = re.compile(
@@ -78,6 +78,32 @@ class Manifest:
         features = sorted(instruction_features())
         here = _FORMAT, _version(), _torch_version(), platform.machine(), features
         return cls(*here, files=digests, **fields)
+
+    @classmethod
+    def parse(cls, found: Any) -> Manifest:
+        """Makes one of the contents of a file.
+
+        Raises:
+            ValueError: something is missing, or of another kind.
+        """
+        if not isinstance(found, dict) or {*found} != {each.name for each in fields(cls)}:
+            raise ValueError("expected an object of its fields")
+        made = cls(**found)
+        lists, objects = (made.features, made.libraries), (made.files, made.engine)
+        if not all(isinstance(each, list) for each in lists) or not made.libraries:
+            raise ValueError("expected lists of features and libraries")
+        if not all(isinstance(each, dict) for each in objects):
+            raise ValueError("expected objects of files and of sizes")
+        own = made.version, made.torch, made.machine, made.isa, made.model
+        texts = *own, *made.features, *made.libraries, *made.files.values()
+        if not all(isinstance(each, str) for each in texts):
+            raise ValueError("expected texts")
+        for name in (*made.files, *made.libraries):
+            if name not in made.files or name in ("", ".", "..") or "/" in name:
+                raise ValueError(f"expected names of files in the folder, got {quoted(name)}")
+        if not isinstance(made.threads, int) or not 1 <= made.threads <= _MOST_THREADS:
+            raise ValueError(f"expected 1 to {_MOST_THREADS} threads, got {quoted(made.threads)}")
+        return made
 
     def write(self, folder: Path) -> None:
         """Writes it, with its own digest."""
@@ -167,32 +193,47 @@ class Bundle:
     def _read_manifest(self) -> Manifest:
         try:
             refuse_unsafe(self.folder.resolve())
-            expected = (self.folder / DIGEST).read_text("ascii")
-            if digest_of(self.folder / MANIFEST) != expected:
+            present = files_in(self.folder)
+            with open_own(self.folder / DIGEST, in_reach=True) as file:
+                expected = file.read(_MOST_DIGEST).decode("ascii", "replace")
+            if self._digest_of(MANIFEST) != expected:
                 raise self._damaged(MANIFEST)
             found = read_json(self.folder / MANIFEST)
-            if found.get("format") != _FORMAT:
+            if isinstance(found, dict) and (got := found.get("format")) != _FORMAT:
                 raise BundleMisfit(
-                    f"bundle {self.folder}: expected format {_FORMAT}, got {found.get('format')}: "
-                    "make the bundle again"
+                    f"bundle {self.folder}: expected format {_FORMAT}, got {quoted(got)}: make the "
+                    "bundle again"
                 )
-            return Manifest(**found)
+            made = Manifest.parse(found)
         except FileNotFoundError as error:
             raise BundleError(
                 f"bundle {self.folder}: expected a folder of `compiled-attn bundle`, got none with "
                 f"{Path(str(error.filename)).name}: make it again"
             ) from error
-        except (OSError, UnsafeStore, TypeError, AttributeError) as error:
-            raise BundleError(f"bundle {self.folder}: cannot be read: {error}") from error
-        except ValueError as error:
-            if isinstance(error, BundleError):
-                raise
-            raise self._damaged(MANIFEST) from error
+        except BundleError:
+            raise
+        except UnsafeStore as error:
+            raise BundleError(f"bundle {self.folder}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise BundleError(
+                f"bundle {self.folder}: cannot be read ({error}): copy the bundle again"
+            ) from error
+        if others := present.keys() - {*made.files, MANIFEST, DIGEST}:
+            raise BundleError(
+                f"bundle {self.folder}: expected the files of its manifest, got {min(others)} too: "
+                "remove it"
+            )
+        return made
+
+    def _digest_of(self, name: str) -> str:
+        with open_own(self.folder / name, in_reach=True) as file:
+            return digest_of_open(file)
 
     def _check_file(self, name: str) -> None:
-        path = self.folder / name
         try:
-            digest = digest_of(path)
+            digest = self._digest_of(name)
+        except UnsafeStore as error:
+            raise BundleError(f"bundle {self.folder}: {error}") from error
         except OSError as error:
             raise BundleError(
                 f"bundle {self.folder}: {name} cannot be read: {error.strerror or error}: copy the "

@@ -87,6 +87,8 @@ def write_bundle(
             engine=_engine_of(executor),
         )
         made.write(work)
+        for file in work.iterdir():
+            file.chmod(0o644)  # whatever the umask: none that others can change is read
         Bundle(work).check()
         work.chmod(0o755)  # a bundle may be served by another user
         work.rename(target)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from compiled_attn import __version__
-from compiled_attn.cli.errors import bad_input, exit_code_of
+from compiled_attn.cli.errors import UserError, bad_input, exit_code_of
 from compiled_attn.cli.options import (
     DEFAULT_STORE,
     BundleOptions,
@@ -19,6 +19,7 @@ from compiled_attn.cli.options import (
     PlanOptions,
     RunOptions,
     ServeOptions,
+    given_settings,
     taking,
 )
 
@@ -143,6 +144,11 @@ def serve(options: ServeOptions) -> int:
         choose_waiting(options.threads)
         bundle = None
     else:
+        if given := given_settings(options):
+            raise UserError(
+                f"expected no {', '.join(given)} with --bundle, which has model and engine: leave "
+                "them out, or add --or-compile"
+            )
         from compiled_attn.bundle import Bundle
         from compiled_attn.cli.preload import import_server, preload_torch
 

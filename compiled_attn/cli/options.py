@@ -24,6 +24,7 @@ __all__ = [
     "SamplingOptions",
     "ServeOptions",
     "ServingOptions",
+    "given_settings",
     "settings_of",
     "taking",
 ]
@@ -173,7 +174,7 @@ class ServeOptions(EngineOptions):
     bundle: Path | None = option(
         None,
         "Start from this folder of `compiled-attn bundle`, which has model and engine: their "
-        "options count for nothing.",
+        "options are for --or-compile.",
         metavar="DIR",
     )
     or_compile: bool = option(
@@ -337,6 +338,20 @@ def settings_of(options: ModelOptions) -> dict[str, Any]:
     """Returns the options that are fields of `EngineConfig`, by name."""
     names = (each.name for each in fields(options) if each.name in _SETTINGS)
     return {name: getattr(options, name) for name in names}
+
+
+def given_settings(options: EngineOptions) -> list[str]:
+    """Returns the options of model and engine that differ from their defaults, as flags."""
+    known = {each.name for each in fields(EngineOptions)} | _SETTINGS.keys()
+    given = {
+        each.name: getattr(options, each.name)
+        for each in fields(options)
+        if each.name in known and getattr(options, each.name) != each.default
+    }
+    return [
+        "MODEL" if name == "model" else f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+        for name, value in given.items()
+    ]
 
 
 def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:

@@ -157,14 +157,11 @@ def _load(
         progress(event)
         shown(event)
 
-    llm = LLM(
-        None if config is None else options.model,
-        config,
-        dtype=dtype_of(options),
-        device=options.device,
-        bundle=bundle,
-        progress=on_bucket,
-    )
+    own: Any = {}
+    if config is not None:
+        own = {"model": options.model, "config": config, "dtype": dtype_of(options)}
+        own["device"] = options.device
+    llm = LLM(**own, bundle=bundle, progress=on_bucket)
     _say("ready")
     return llm
 

@@ -12,6 +12,8 @@ from torch import nn
 from compiled_attn.cache.blocks.window import most_held
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.models.packed import weight_bytes
+from compiled_attn.ops.packed_linear import BITS_OF
 from graphs.capture.memory import free_bytes, machine_bytes
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def _blocks(
         return config.num_blocks, "num_blocks"
     if config.kv_bytes is not None:
         return _blocks_within(config.kv_bytes, block_bytes, config), "kv_memory"
-    limits = [(budget // block_bytes, why) for budget, why in _budgets(model)]
+    limits = [(budget // block_bytes, why) for budget, why in _budgets(model, config)]
     limits.append((config.max_seqs * request, "max_seqs requests of full context"))
     least = request, "one request of full context"
     blocks, why = max(least, min(limits))
@@ -105,7 +107,7 @@ def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
     return blocks
 
 
-def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
+def _budgets(model: nn.Module, config: EngineConfig) -> Iterator[tuple[int, str]]:
     device = _device_of(model)
     free, total = free_bytes(device), machine_bytes(device)
     amount = "" if free is None else f"of {free / 2**30:.1f} GiB free"
@@ -113,7 +115,7 @@ def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
         part = max(1, total // 64)
         yield free * 4 // 5 // part * part, f"four fifths {amount} on {device}, in 64ths of all"
         return
-    weights = sum(each.numel() * each.itemsize for each in model.parameters())
+    weights = weight_bytes(model, BITS_OF.get(config.weights))
     least = _LEAST_BYTES, "256 MiB, the least"
     yield max(least, (_TIMES_WEIGHTS * weights, f"{_TIMES_WEIGHTS} times the weights"))
     if free is not None:

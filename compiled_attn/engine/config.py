@@ -72,8 +72,9 @@ class EngineConfig:
     kv_memory: int | str | None = setting(
         None,
         "Memory of the KV cache instead of num_blocks: bytes, or a size such as 2GiB; by default "
-        "four times the weights, but at least 256 MiB, and at most half of the free memory or what "
-        "max_seqs requests of full context fill.",
+        "four times the weights, but at least 256 MiB, and at most half of the free memory (on a "
+        "device four fifths of it, whatever the weights) or what max_seqs requests of full context "
+        "fill.",
     )
     kv_dtype: str = setting(
         "auto",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,12 @@ class LocalExecutor:
         ValueError: the model cannot run on the paged cache, see `PagedCausalLM`.
     """
 
+    schedules_ahead = False
+    _replays: Replays | None = None
+    _onednn: Collection[tuple[int, int]] = ()
+    _plan_notes: Mapping[str, str] = {}
+    _has_logged_cut = _is_attached = False
+
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, timed_runs: int = 3
     ) -> None:
@@ -91,23 +97,33 @@ class LocalExecutor:
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"
-        self._steps: HostSteps | DeviceSteps = (
+        steps: HostSteps | DeviceSteps = (
             HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
         )
+        symbolic = () if backend.why_no_symbolic() else sizing.layout.symbolic
+        self._make_graphs(steps, spec, timed_runs, symbolic)
+
+    def _make_graphs(
+        self,
+        steps: HostSteps | DeviceSteps,
+        spec: CaptureSpec,
+        timed_runs: int,
+        symbolic: Sequence[str] = (),
+    ) -> None:
+        """Sets what follows from configuration, sizing, cache and store."""
+        sizing, self._steps = self.sizing, steps
         self.graphs = WarmupManager(
-            self._steps.module,
+            steps.module,
             sizing.buckets,
-            self._steps.padding,
+            steps.padding,
             backend=spec,
-            symbolic=() if backend.why_no_symbolic() else sizing.layout.symbolic,
-            journal=config.warmup_journal,
+            symbolic=symbolic,
+            journal=self.config.warmup_journal,
             timed_runs=timed_runs,
-            **self._steps.options,
+            **steps.options,
         )
-        self.sanitize(config.sanitize)
+        self.sanitize(self.config.sanitize)
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size, sizing.window)
-        self._plan_notes: Mapping[str, str] = {}
-        self._has_logged_cut = self._is_attached = False
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         return Sizing.of(model, self.config, self.kernel.layout)
@@ -147,8 +163,6 @@ class LocalExecutor:
         from compiled_attn.ops.fusion import FuseLinears  # loads inductor
         from graphs.backends.onednn_linear import for_cpu
 
-        self._onednn: set[tuple[int, int]] = set()
-        self._replays: Replays | None = None
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
             return {}
         fused = {"post_grad_custom_pre_pass": FuseLinears()} if self.module.packed else {}

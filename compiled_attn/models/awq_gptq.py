@@ -8,7 +8,6 @@ Both store ``qweight``, ``qzeros`` and ``scales`` of a linear layer in safetenso
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_attn.errors import ModelError
-from compiled_attn.models.empty_model import EmptyWeights, empty_model
+from compiled_attn.models.empty_model import EmptyWeights, empty_model, in_tensor
 from compiled_attn.ops.quantised_linear import QuantisedWeight
 
 __all__ = ["METHODS", "load_awq_gptq"]
@@ -26,6 +25,10 @@ METHODS = ("awq", "gptq")
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # position of each output's code in an int32
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_KINDS = {
+    "scales": (torch.float16, torch.bfloat16, torch.float32),
+    "g_idx": (torch.int32, torch.int64),
+}
 
 
 def load_awq_gptq(
@@ -55,7 +58,7 @@ def load_awq_gptq(
             if {*_PARTS} - {*found} <= {"g_idx"} and (method == "awq" or "g_idx" in found):
                 _add_layer(folder, weights, layer, layers.pop(layer), settings, bits)
         elif name in weights:
-            with _in_tensor(folder, name):
+            with in_tensor(folder, name):
                 weights.put(name, value.to(dtype))
     for layer, found in layers.items():  # without g_idx: groups in order
         _add_layer(folder, weights, layer, found, settings, bits)
@@ -109,8 +112,9 @@ def _add_layer(
             f"model {folder}: tensor {layer}.qweight belongs to no linear layer of whole multiples "
             "of 16 outputs and 32 inputs: use the original model"
         )
-    with _in_tensor(folder, f"{layer}.qweight"):
+    with in_tensor(folder, f"{layer}.qweight"):
         order = None
+        _check_kinds(parts)
         if method == "awq":
             codes = _unpacked(parts["qweight"], bits, 1, _AWQ_ORDER)
             zeros = _unpacked(parts["qzeros"], bits, 1, _AWQ_ORDER)
@@ -118,7 +122,9 @@ def _add_layer(
             codes = _unpacked(parts["qweight"], bits, 0)
             zeros = _unpacked(parts["qzeros"], bits, 1)
             if settings.get("checkpoint_format", "gptq") != "gptq_v2":
-                zeros = zeros + 1  # as it stores one less
+                zeros = zeros.short() + 1  # as it stores one less
+                if (most := int(zeros.max())) > 255:
+                    raise ValueError(f"expected zero points of at most 255, got {most}")
             order = _order(parts.get("g_idx"), codes.shape[0], zeros.shape[0])
             codes = codes if order is None else codes[order]
         scales = parts["scales"].float()
@@ -135,6 +141,16 @@ def _add_layer(
             codes.T, bits, (halves if fits else scales).T, zeros.T.to(torch.uint8)
         )
         weights.quantise(name, packed, method.upper(), order=order)
+
+
+def _check_kinds(parts: Mapping[str, Tensor]) -> None:
+    for name, part in parts.items():
+        is_known = part.dtype in _KINDS.get(name, (torch.int32,))
+        if not is_known or part.dim() != (1 if name == "g_idx" else 2) or not part.numel():
+            raise ValueError(
+                f"expected {name} as a matrix of int32, scales of floats, g_idx of one dimension, "
+                f"got {part.dtype} {[*part.shape]}"
+            )
 
 
 def _unpacked(packed: Tensor, bits: int, dim: int, positions: list[int] | None = None) -> Tensor:
@@ -155,14 +171,3 @@ def _order(groups: Tensor | None, inputs: int, count: int) -> Tensor | None:
     if not torch.equal(groups.long()[order], torch.arange(count).repeat_interleave(size)):
         raise ValueError(f"expected {count} groups of {size} inputs in g_idx, got others")
     return None if torch.equal(order, torch.arange(inputs)) else order
-
-
-@contextmanager
-def _in_tensor(folder: Path, name: str) -> Iterator[None]:
-    """Names the tensor in errors about its contents."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"model {folder}: tensor {name}: {error}: use another checkpoint"
-        ) from error

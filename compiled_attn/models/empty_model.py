@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import textwrap
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from compiled_attn.errors import ModelError
 from compiled_attn.models.packed_weight import WriteTrap
 from compiled_attn.models.quantised_layers import QuantisedEmbedding, QuantisedLinear
 from compiled_attn.ops.quantised_linear import QuantisedWeight
 
-__all__ = ["EmptyWeights", "empty_model"]
+__all__ = ["EmptyWeights", "empty_model", "in_tensor"]
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
@@ -25,6 +29,21 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     return model
+
+
+@contextmanager
+def in_tensor(source: Path, tensor: str) -> Iterator[None]:
+    """Names the model and the tensor in errors about its contents."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+        raise ModelError(
+            f"model {source}: tensor {tensor}: {reason}: it is damaged, or does not fit its "
+            "configuration"
+        ) from error
 
 
 class EmptyWeights:
@@ -75,7 +94,8 @@ class EmptyWeights:
         shape = self._by_name[name].shape
         if weight.shape != (*shape,):
             raise ValueError(f"expected shape {[*shape]}, got {[*weight.shape]}")
-        parameter = Parameter(torch.empty(shape, dtype=self._by_name[name].dtype), False)
+        one = torch.empty(1, dtype=self._by_name[name].dtype)
+        parameter = Parameter(one.expand(shape), False)
         self._trap.hide(parameter)
         for owner, _ in self._owners_of(name):
             owner._parameters["weight"] = parameter

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_attn.errors import ModelError
-from compiled_attn.models.gguf_file import open_gguf
+from compiled_attn.models.gguf_header import open_gguf
 from graphs.installation import install_command
 from graphs.store.cache_folder import cache_folder
 

@@ -32,9 +32,10 @@ class Blocks(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format: bits of a code, bytes of a block, and the parts of blocks ``[N, B, bytes]``."""
+    """A format: bits of a code, numbers and bytes of a block, and its parts ``[N, B, bytes]``."""
 
     bits: int
+    numbers: int
     bytes: int
     parse: Callable[[Bytes], Blocks]
 
@@ -127,14 +128,14 @@ def _q6_k(blocks: Bytes) -> Blocks:
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "Q4_0": Format(4, 18, _q4_0),
-        "Q4_1": Format(4, 20, _q4_1),
-        "Q5_0": Format(5, 22, _q5_0),
-        "Q5_1": Format(5, 24, _q5_1),
-        "Q8_0": Format(8, 34, _q8_0),
-        "Q4_K": Format(4, 144, _q4_k),
-        "Q5_K": Format(5, 176, _q5_k),
-        "Q6_K": Format(6, 210, _q6_k),
+        "Q4_0": Format(4, 32, 18, _q4_0),
+        "Q4_1": Format(4, 32, 20, _q4_1),
+        "Q5_0": Format(5, 32, 22, _q5_0),
+        "Q5_1": Format(5, 32, 24, _q5_1),
+        "Q8_0": Format(8, 32, 34, _q8_0),
+        "Q4_K": Format(4, 256, 144, _q4_k),
+        "Q5_K": Format(5, 256, 176, _q5_k),
+        "Q6_K": Format(6, 256, 210, _q6_k),
     }
 )
 """Formats by their name in GGUF files."""

@@ -7,9 +7,7 @@ asked with numbers of rows in place of a weight, so that packed rows can be move
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,64 +17,19 @@ from numpy.typing import NDArray
 from torch import nn
 
 from compiled_attn.errors import ModelError
-from compiled_attn.models.empty_model import EmptyWeights, empty_model
+from compiled_attn.models.empty_model import EmptyWeights, empty_model, in_tensor
 from compiled_attn.models.gguf_blocks import FORMATS
+from compiled_attn.models.gguf_header import GGUFTensor, open_gguf
 from compiled_attn.ops.quantised_linear import QuantisedWeight
 
-__all__ = ["load_gguf", "open_gguf"]
+__all__ = ["load_gguf"]
 
-_FLOATS = ("F32", "F16", "BF16", "F64")
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
+_NOT_FINITE = "expected finite scales, got NaN or infinity"
 _ROWS_AT_ONCE = 2048  # bounds temporary memory
-
-
-def open_gguf(file: Path) -> Any:
-    """Opens a file as ``gguf.GGUFReader``, which maps it into memory.
-
-    Raises:
-        ModelError: it is truncated, damaged, or has a tensor of a type that is not served.
-    """
-    import gguf
-
-    tensor = ""
-
-    class Reader(gguf.GGUFReader):
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type == gguf.GGUFValueType.ARRAY:
-                data: Any = self.data
-                memory = memoryview(data)  # numpy is slow at single numbers
-                kind, count = struct.unpack_from("<IQ", memory, orig_offs)
-                if kind == gguf.GGUFValueType.STRING:  # all tokens, which are not needed here
-                    at = orig_offs + 12
-                    for _ in range(count):
-                        at += 8 + struct.unpack_from("<Q", memory, at)[0]
-                    return at - orig_offs, [], [], [raw_type]
-            return super()._get_field_parts(orig_offs, raw_type)
-
-        def _build_tensors(self, start_offs: int, fields: Any) -> None:
-            nonlocal tensor
-            found = []
-            for field in fields:
-                tensor = f"tensor {field.name} "
-                super()._build_tensors(start_offs, [field])
-                found += self.tensors
-            self.tensors = found
-
-    try:
-        reader = Reader(file)
-    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"model {file}: {tensor}cannot be read ({reason}): the file is truncated, damaged, or "
-            "of a newer kind: download it again"
-        ) from error
-    for each in reader.tensors:
-        kind = each.tensor_type.name
-        if kind not in FORMATS and kind not in _FLOATS:
-            raise ModelError(
-                f"model {file}: tensor {each.name} is of type {kind}, expected one of "
-                f"{', '.join([*FORMATS, *_FLOATS])}: use a file of one of these"
-            )
-    return reader
 
 
 def load_gguf(file: Path, config: Any, dtype: torch.dtype, quantises: bool = True) -> nn.Module:
@@ -92,33 +45,30 @@ def load_gguf(file: Path, config: Any, dtype: torch.dtype, quantises: bool = Tru
     Raises:
         ModelError: the file is damaged, or lacks weights.
     """
-    from gguf import dequantize
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
         get_gguf_hf_weights_map,
     )
 
-    reader = open_gguf(file)
+    family, tensors = open_gguf(file)
+    _check_sizes(file, config, tensors)
     model: nn.Module = empty_model(config, dtype)
-    family = bytes(reader.fields["general.architecture"].parts[-1]).decode()
     process = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=config.to_dict()).process
     names = get_gguf_hf_weights_map(_Named(model), TENSOR_PROCESSORS.get(family, TensorProcessor)())
     parsed: dict[str, Any] = {"tensors": {}}
     weights = EmptyWeights(model)
 
-    for tensor in reader.tensors:
+    for tensor in tensors:
         given: dict[str, Any] = {"tensor_key_mapping": names, "parsed_parameters": parsed}
-        kind, name = tensor.tensor_type.name, names.get(tensor.name)
-        with _in_tensor(file, tensor.name, kind):
+        kind, name = tensor.kind, names.get(tensor.name)
+        with in_tensor(file, f"{tensor.name} ({kind})"):
             if quantises and name in weights and weights.can_quantise(name) and kind in FORMATS:
                 order = _order_of_rows(process, tensor, given)
                 if order is not None:
                     weights.quantise(name, _packed(tensor, order), kind, int8_inputs=True)
                     continue
-            done = process(
-                weights=dequantize(tensor.data, tensor.tensor_type), name=tensor.name, **given
-            )
+            done = process(weights=_plain(tensor), name=tensor.name, **given)
             if names.get(done.name) in weights:
                 weights.put(names[done.name], torch.from_numpy(np.array(done.weights)).to(dtype))
     for name, whole in parsed["tensors"].items():
@@ -148,20 +98,36 @@ class _Named:
         return [(prefix, _Named(base, False))] if self._has_base and base is not self._model else []
 
 
-@contextmanager
-def _in_tensor(file: Path, tensor: str, kind: str) -> Iterator[None]:
-    """Names the tensor in errors about its contents."""
-    try:
-        yield
-    except (ValueError, IndexError) as error:
+def _check_sizes(file: Path, config: Any, tensors: list[GGUFTensor]) -> None:
+    """Refuses a model larger than the tensors of its file, before it is built."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    if layers > len(tensors):
         raise ModelError(
-            f"model {file}: tensor {tensor} ({kind}): {error}: the file is damaged, or does not "
-            "fit its configuration"
-        ) from error
+            f"model {file}: expected at most as many layers as tensors, {len(tensors)}, got "
+            f"{layers:,}: the file is damaged: download it again"
+        )
+    most = max((size for each in tensors for size in each.data.shape), default=0) * 2
+    for name in _SIZES:
+        if isinstance(size := getattr(config, name, None), int) and not 0 <= size <= most:
+            raise ModelError(
+                f"model {file}: expected {name} of at most {most:,}, as its tensors are no larger, "
+                f"got {size:,}: the file is damaged: download it again"
+            )
+
+
+def _plain(tensor: GGUFTensor) -> NDArray[Any]:
+    from gguf import GGMLQuantizationType, dequantize
+
+    if tensor.data.dtype != np.uint8:
+        return tensor.data.astype(np.float32)
+    plain: NDArray[Any] = dequantize(tensor.data, GGMLQuantizationType[tensor.kind])
+    if tensor.kind in FORMATS and not np.isfinite(plain).all():
+        raise ValueError(_NOT_FINITE)
+    return plain
 
 
 def _order_of_rows(
-    process: Callable[..., Any], tensor: Any, given: Mapping[str, Any]
+    process: Callable[..., Any], tensor: GGUFTensor, given: Mapping[str, Any]
 ) -> NDArray[np.int64] | None:
     """Which row of the file each row of the weight is; None: it is not made of rows."""
     rows, scratch = tensor.data.shape[0], {**given, "parsed_parameters": {"tensors": {}}}
@@ -175,15 +141,15 @@ def _order_of_rows(
     return order if (np.sort(order) == np.arange(rows)).all() else None
 
 
-def _packed(tensor: Any, order: NDArray[np.int64]) -> QuantisedWeight:
+def _packed(tensor: GGUFTensor, order: NDArray[np.int64]) -> QuantisedWeight:
     """Packs a tensor of one of `FORMATS`, with its rows in this order."""
-    form = FORMATS[tensor.tensor_type.name]
+    form = FORMATS[tensor.kind]
     parts = []
     for begin in range(0, len(order), _ROWS_AT_ONCE):
         rows = tensor.data[order[begin : begin + _ROWS_AT_ONCE]]
         blocks = form.parse(rows.reshape(len(rows), -1, form.bytes))
         if not np.isfinite(blocks.scales).all():
-            raise ValueError("expected finite scales, got NaN or infinity")
+            raise ValueError(_NOT_FINITE)
         codes, scales, steps = (
             None if each is None else torch.from_numpy(np.ascontiguousarray(each))
             for each in blocks

@@ -40,6 +40,7 @@ __all__ = [
     "plain_layers",
     "quantised_formats",
     "quantised_weights",
+    "weight_bytes",
     "widened_weights",
 ]
 
@@ -155,6 +156,23 @@ def widened_weights(model: nn.Module) -> int:
 def _count(model: nn.Module, counts: Callable[[PackedLinear], bool]) -> int:
     layers = (module for module in model.modules() if isinstance(module, PackedLinear))
     return len({id(layer.weight) for layer in layers if counts(layer)})
+
+
+def weight_bytes(model: nn.Module, bits: int | None = None) -> int:
+    """Bytes that the weights of a model take as they are stored.
+
+    Args:
+        bits: of the weights that `pack_linears` will round; None: it will round none.
+    """
+    # A hidden parameter has the memory of one number.
+    own = {
+        id(each): min(each.nbytes, each.untyped_storage().nbytes()) for each in model.parameters()
+    }
+    if bits is not None:
+        own |= {id(each): each.numel() * bits // 8 for each in packable(model)}
+    layers = (each for each in model.modules() if isinstance(each, QuantisedLayer))
+    packed = {each.packed.data_ptr(): each.quantised.nbytes for each in layers}
+    return sum(own.values()) + sum(packed.values())
 
 
 def hidden_weights(model: nn.Module) -> dict[WriteTrap, list[Tensor]]:

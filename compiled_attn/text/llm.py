@@ -96,7 +96,9 @@ class LLM:
             )
         is_shown = progress is None and sys.stderr.isatty()
         self._attention: str | None = None  # to be restored in a model object
-        executor = None if bundle is None else self._opened(bundle, model, config)
+        if bundle is not None and model is None:
+            _refuse_with_bundle(config=config, tokenizer=tokenizer, dtype=dtype, device=device)
+        executor = None if bundle is None else self._opened(bundle, model)
         if executor is None:
             self._load(model, tokenizer, dtype, device, is_shown=is_shown)
             config = config or EngineConfig()
@@ -144,24 +146,20 @@ class LLM:
         self.tokenizer = Tokenizer(model if tokenizer is None else tokenizer)
         self.model = load_model(model, dtype, "cpu" if device is None else device)
 
-    def _opened(
-        self, bundle: str | Path | Bundle, model: object, config: EngineConfig | None
-    ) -> LocalExecutor | None:
+    def _opened(self, bundle: str | Path | Bundle, model: object) -> LocalExecutor | None:
         """The executor of a bundle; None: it does not fit here, and there is a model to compile."""
         from compiled_attn.bundle import Bundle, BundleExecutor, BundleMisfit
 
-        if config is not None and model is None:
-            raise TypeError("expected no config with a bundle, which has its own: leave it out")
         try:
             opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+            plain = PlainTokenizer.read(opened.folder)
+            executor = BundleExecutor(opened)
         except BundleMisfit as error:
             if model is None:
                 raise
             _log.warning("compiling the model instead: %s", error)
             return None
-        self.tokenizer = Tokenizer(PlainTokenizer.read(opened.folder))
-        executor = BundleExecutor(opened)
-        self.model = executor.module.model
+        self.tokenizer, self.model = Tokenizer(plain), executor.module.model
         return executor
 
     @property
@@ -287,6 +285,13 @@ class LLM:
 def _warn_if_slow(work: Callable[[], object] | None = None) -> None:
     if advice := why_slow(torch.get_num_threads(), work):
         _log.warning("%s", advice)
+
+
+def _refuse_with_bundle(**given: object) -> None:
+    if names := [name for name, value in given.items() if value is not None]:
+        raise TypeError(
+            f"expected no {', '.join(names)} with a bundle, which has its own: leave them out"
+        )
 
 
 def _check_object(model: Any, tokenizer: Any, dtype: Any, device: Any) -> None:

@@ -100,8 +100,7 @@ class PlainTokenizer:
         """Reads what `write` has written.
 
         Raises:
-            ModelError: the package tokenizers is not installed.
-            OSError, ValueError: the files are missing or damaged.
+            ModelError: the package tokenizers is not installed, or a file is missing or damaged.
         """
         try:
             from tokenizers import Tokenizer as Backend
@@ -111,11 +110,13 @@ class PlainTokenizer:
             ) from error
         try:
             backend = Backend.from_file(str(folder / _VOCABULARY))
-        except Exception as error:  # of Rust, without a class of its own
-            raise ValueError(f"{folder / _VOCABULARY} is no tokenizer: {error}") from error
-        backend.no_truncation()
-        backend.no_padding()
-        return cls(backend, **read_json(folder / _FACTS))
+            backend.no_truncation()
+            backend.no_padding()
+            return cls(backend, **read_json(folder / _FACTS))
+        except Exception as error:  # that of Rust has no class of its own
+            raise ModelError(
+                f"bundle {folder}: expected a tokenizer, got none ({error}): make it again"
+            ) from error
 
     @functools.cached_property
     def added_tokens_decoder(self) -> dict[int, Any]:

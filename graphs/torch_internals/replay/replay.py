@@ -73,7 +73,10 @@ class Replays:
 
     def take_arena(self, size: int) -> Tensor:
         """Memory for intermediate results, for the caller alone until `return_arena`."""
-        arena = self._arenas.pop() if self._arenas else None
+        try:
+            arena = self._arenas.pop()
+        except IndexError:  # also where another thread was faster
+            arena = None
         if arena is None or len(arena) < size:
             arena = torch.empty(size, dtype=torch.uint8, device="cpu")
         return arena

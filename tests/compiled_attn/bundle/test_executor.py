@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
+import torch
 
 from compiled_attn import LLM
-from compiled_attn.bundle import Bundle, BundleExecutor, folder
+from compiled_attn.bundle import Bundle, BundleError, BundleExecutor, BundleMisfit, folder
+from compiled_attn.bundle.executor import SOURCES
 from compiled_attn.engine import Engine, EngineConfig
+from compiled_attn.models import ModelError
 from tests.compiled_attn.bundle.conftest import PROMPTS, SHORT
+from tests.compiled_attn.bundle.signed import change_json, change_manifest
 
 
 def test_the_process_that_made_a_bundle_can_serve_it_too(written):
@@ -32,7 +39,62 @@ def test_another_machine_compiles_only_when_asked(written, monkeypatch, caplog):
 
 
 def test_a_bundle_takes_no_other_configuration(written):
-    with pytest.raises(TypeError, match="no config with a bundle"):
-        LLM(config=EngineConfig(), bundle=written.folder)
+    with pytest.raises(TypeError, match="expected no config, tokenizer with a bundle"):
+        LLM(config=EngineConfig(), tokenizer=written.model, bundle=written.folder)
+    with pytest.raises(TypeError, match="expected no dtype, device with a bundle"):
+        LLM(dtype=torch.bfloat16, device="cpu", bundle=written.folder)
     with pytest.raises(TypeError, match="a model or a bundle"):
         LLM()
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    return shutil.copytree(written.folder, tmp_path / "copy")
+
+
+def test_kernels_of_another_processor_are_refused_before_they_are_loaded(copy):
+    change_manifest(copy, isa="neon", libraries=[folder.WEIGHTS])
+    with pytest.raises(BundleMisfit, match="a processor with neon, got one with"):
+        LLM(bundle=copy)
+
+
+def test_sizes_that_do_not_fit_together_are_refused_and_leave_nothing(copy):
+    whole = json.loads((copy / folder.MANIFEST).read_text())
+    threads = torch.get_num_threads()
+    for changes in (
+        {"engine": {}},
+        {"engine": whole["engine"] | {"num_blocks": "x"}},
+        {"engine": whole["engine"] | {"config": {"unknown": 1}}},
+        {"engine": whole["engine"] | {"cache_dtype": "no_such"}},
+        {"engine": whole["engine"] | {"cache_bytes": 1 << 60}},
+    ):
+        change_manifest(copy, **(whole | {"threads": threads + 1} | changes))
+        with pytest.raises(BundleError, match="expected") as refused:
+            LLM(bundle=copy)
+        assert "\n" not in str(refused.value)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: {"weights": {name: [1 << 62, 64] for name in found["weights"]}},
+        lambda found: {"weights": {name: [-64, 64] for name in found["weights"]}},
+        lambda found: {"weights": {}},
+        lambda found: {"inputs": [each[:-1] for each in found["inputs"]]},
+        lambda found: {"inputs": [[["field", 99]] * len(each) for each in found["inputs"]]},
+        lambda found: {"shapes": found["shapes"][:-1]},
+        lambda found: {"libraries": ["none.so"]},
+    ],
+)
+def test_sources_that_do_not_fit_the_files_are_refused(copy, change):
+    found = json.loads((copy / SOURCES).read_text())
+    change_json(copy, SOURCES, **change(found))
+    with pytest.raises(BundleError, match="expected files that fit together"):
+        LLM(bundle=copy)
+
+
+def test_a_tokenizer_of_other_contents_is_refused(copy):
+    change_json(copy, "tokenizer_facts.json", more=1)
+    with pytest.raises(ModelError, match=r"expected a tokenizer, got none .* make it again"):
+        LLM(bundle=copy)

@@ -23,6 +23,14 @@ def test_a_folder_that_is_no_bundle_is_refused(command, tmp_path):
     assert_refused(command("serve", "--bundle", tmp_path), f"{tmp_path}", "none with manifest")
 
 
+def test_options_of_model_and_engine_are_refused_by_name(command, chat_dir, tmp_path):
+    options = ("--dtype", "bfloat16", "--no-strict", "--max-seqs", 2, "--speculate", "ngram:4")
+    assert_refused(
+        command("serve", chat_dir, "--bundle", tmp_path, *options, "--threads", 1),
+        "expected no MODEL, --dtype, --no-strict, --max-seqs, --threads, --speculate with --bundle",
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [(("--or-compile",), "--bundle"), (("--bundle", "x", "--replicas", 2), "one process")],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, cache_size
 from compiled_attn.engine.cache_size import CacheSize
 from compiled_attn.engine.config import byte_size
 from compiled_attn.models import default_model
+from compiled_attn.models.packed import pack_linears, packable
+from compiled_attn.ops.packed_linear import as_int4, as_int8
+from tests.compiled_attn.tiny import tiny_model
 
 MIB = 2**20
 BLOCK = 2 * 2 * 2 * 16 * 4 * 4
@@ -92,6 +97,23 @@ def test_by_default_a_small_model_has_256_mib_and_a_large_one_four_times_its_wei
     large = _size(model, **many)
     assert large.bytes == pytest.approx(4 * weights, abs=2 * BLOCK)
     assert large.why == "4 times the weights"
+
+
+@pytest.mark.parametrize(("weights", "least", "most"), [("int4", 4, 4.6), ("int8", 8, 8.6)])
+def test_rounded_weights_count_as_they_are_stored(free, monkeypatch, weights, least, most):
+    free(10**12)
+    monkeypatch.setattr(cache_size, "_LEAST_BYTES", 1)
+    model = tiny_model("llama", num_hidden_layers=1)
+    numbers = sum(each.numel() for each in packable(model))
+    others = 4 * (sum(each.numel() for each in model.parameters()) - numbers)
+    config = {"weights": weights, "max_seqs": 10**6, "max_tokens_per_step": 10**6}
+    before = _size(model, **config).bytes
+    pack_linears(model, contextlib.ExitStack(), {"int4": as_int4, "int8": as_int8}[weights])
+    assert not packable(model)
+    after = _size(model, **config).bytes
+    for size in (before, after):
+        bits = 8 * (size / 4 - others) / numbers
+        assert least - 0.1 < bits < most
 
 
 @pytest.mark.parametrize("count", [64 * MIB, 65 * MIB, 127 * MIB])

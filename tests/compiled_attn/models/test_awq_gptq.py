@@ -128,6 +128,19 @@ NAME = "model.layers.0.mlp.up_proj"
         ("scales", lambda s: s[:1], "expected scales and zero points of one shape"),
         ("scales", lambda s: None, rf"tensor {NAME}\.scales is missing"),
         ("g_idx", lambda g: g * 0, "groups of 32 inputs in g_idx, got others"),
+        ("g_idx", lambda g: g + 1, "in g_idx, got others"),
+        ("g_idx", lambda g: g - 1, "in g_idx, got others"),
+        ("g_idx", lambda g: g[:-1], "in g_idx, got others"),
+        ("g_idx", lambda g: g.float(), r"g_idx .* got torch\.float32"),
+        ("scales", lambda s: s.int(), r"scales of floats, .* got torch\.int32"),
+        ("scales", lambda s: s[0], r"scales of floats, .* got torch\.float16 \[96\]"),
+        ("scales", lambda s: s * torch.inf, "expected finite scales"),
+        ("qzeros", lambda z: None, rf"tensor {NAME}\.qzeros is missing"),
+        ("qzeros", lambda z: z[:0], r"qzeros as a matrix of int32, .* got torch\.int32 \[0, 12\]"),
+        ("qzeros", lambda z: z.long(), r"qzeros .* got torch\.int64"),
+        ("qzeros", lambda z: z.repeat(3, 1), "groups of 10 inputs in g_idx, got others"),
+        ("qweight", lambda q: q.float(), r"qweight .* got torch\.float32"),
+        ("qweight", lambda q: None, rf"tensor {NAME}\.qweight is missing"),
         ("qweight", lambda q: q[:-4], f"tensor {NAME}.qweight"),
     ],
 )
@@ -139,4 +152,23 @@ def test_damaged_layers_are_refused_by_name(tmp_path, part, change, message):
         state[f"{NAME}.{part}"] = changed.contiguous()
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=message):
+        load_model(tmp_path)
+
+
+def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path):
+    checkpoint(tmp_path, "awq")
+    state = load_file(tmp_path / "model.safetensors")
+    for part in ("qzeros", "scales"):
+        state[f"{NAME}.{part}"] = state[f"{NAME}.{part}"].repeat(2, 1)[:3].contiguous()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"groups of 16, 32, 64 ... inputs that divide 64, got 3"):
+        load_model(tmp_path)
+
+
+def test_a_zero_point_beyond_a_byte_is_refused(tmp_path):
+    checkpoint(tmp_path, "gptq", bits=8)
+    state = load_file(tmp_path / "model.safetensors")
+    state[f"{NAME}.qzeros"].fill_(-1)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="zero points of at most 255, got 256"):
         load_model(tmp_path)
