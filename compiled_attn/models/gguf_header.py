@@ -48,10 +48,14 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile(NamedTuple):
-    """A file: the family of its model, as llama.cpp names it, and its tensors."""
+    """A file: its model's family, as llama.cpp names it, its tensors, and the kind of tokenizer.
+
+    ``words`` is None where tokens have no text.
+    """
 
     family: str
     tensors: list[GGUFTensor]
+    words: str | None
 
 
 def open_gguf(file: Path) -> GGUFFile:
@@ -118,7 +122,9 @@ class _Header:
         infos: dict[str, _Info] = {}
         self._repeat(count, 24, lambda: self._add_info(infos, alignment))
         begin = -(-self._at // alignment) * alignment
-        return GGUFFile(family, [self._tensor(each, begin) for each in infos.values()])
+        words = values.get("tokenizer.ggml.model", "none")
+        tensors = [self._tensor(each, begin) for each in infos.values()]
+        return GGUFFile(family, tensors, None if words == "none" else str(words))
 
     def _repeat(self, count: int, least: int, read: Callable[[], object]) -> None:
         """Reads as many things, each of so many bytes at least."""
