@@ -95,8 +95,9 @@ class _Info(NamedTuple):
 class _Header:
     """A position in a file; ``where``: what is read, for messages."""
 
-    def __init__(self, data: NDArray[np.uint8]) -> None:
-        self._data, self._memory, self._at, self.where = data, memoryview(data), 0, ""
+    def __init__(self, data: Any) -> None:
+        self._data: NDArray[np.uint8] = data
+        self._memory, self._at, self.where = memoryview(data), 0, ""
 
     def read(self) -> GGUFFile:
         if bytes(self._take(4)) != b"GGUF":
