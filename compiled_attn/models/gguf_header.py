@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -48,10 +48,15 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile(NamedTuple):
-    """A file: the family of its model, as llama.cpp names it, and its tensors."""
+    """A file: its settings by name, where None stands for arrays, and its tensors."""
 
-    family: str
+    settings: Mapping[str, Any]
     tensors: list[GGUFTensor]
+
+    @property
+    def family(self) -> str:
+        """The family of the model, as llama.cpp names it."""
+        return str(self.settings["general.architecture"])
 
 
 def open_gguf(file: Path) -> GGUFFile:
@@ -119,7 +124,7 @@ class _Header:
         infos: dict[str, _Info] = {}
         self._repeat(count, 24, lambda: self._add_info(infos, alignment))
         begin = -(-self._at // alignment) * alignment
-        return GGUFFile(family, [self._tensor(each, begin) for each in infos.values()])
+        return GGUFFile(values, [self._tensor(each, begin) for each in infos.values()])
 
     def _repeat(self, count: int, least: int, read: Callable[[], object]) -> None:
         """Reads as many things, each of so many bytes at least."""
