@@ -23,7 +23,6 @@ import torch
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.models import load_model
-from compiled_attn.models.folder import model_folder
 from compiled_attn.text import Tokenizer
 from graphs.report.surroundings import machine
 
@@ -86,7 +85,7 @@ class Served:
 
     def __init__(self, options: argparse.Namespace, speculate: str | None) -> None:
         dtype = getattr(torch, options.dtype)
-        model = load_model(str(model_folder(options.model)), dtype=dtype)
+        model = load_model(options.model, dtype=dtype)
         config = EngineConfig(
             speculate=speculate, max_seqs=8, context=options.context, backend=options.backend,
             store=True,

@@ -37,7 +37,7 @@ class StepWatch:
         self._free = np.ones(cache.num_blocks, np.bool_)
         self._clean = np.ones(cache.num_blocks, np.bool_)  # not written since it was freed
         self._pool: BlockPool | None = None
-        self._exchanges, self._is_moved = 0, False
+        self._exchanges = 0
         self._seen: dict[Hashable, tuple[BlockTable, int]] = {}  # block table, number of its blocks
         self._ledger = Ledger(cache.shadow, self._tags, cache.num_blocks, self._is_free)
 
@@ -56,10 +56,14 @@ class StepWatch:
         self._ledger.step += 1
         parts = _parts(step, pool)
         fresh = self._fresh(parts, pool)
+        if pool.num_exchanges != self._exchanges:
+            # Moves wrote to blocks that were free, and may be again: their owner was preempted.
+            self._exchanges = pool.num_exchanges
+            self._clean[1:] = False
         self._free = pool.free_mask()
         self._check_pool(parts, fresh, pool)
         # A block that is in use again still holds the data of its previous owner.
-        self._reset([block for block in fresh if self._is_moved or not self._clean[block]])
+        self._reset([block for block in fresh if not self._clean[block]])
         self._clean &= self._free
         self._reset(np.flatnonzero(self._free & ~self._clean))
         self._clean |= self._free
@@ -85,8 +89,6 @@ class StepWatch:
         if pool is not self._pool:
             self._pool = pool
             self._seen.clear()
-        self._is_moved = pool.num_exchanges != self._exchanges
-        self._exchanges = pool.num_exchanges
         fresh: dict[int, StepTokens] = {}
         for part in parts:
             table, count = pool.table(part.request), len(part.blocks)

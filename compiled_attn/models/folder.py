@@ -171,15 +171,18 @@ def _write(file: Path, folder: Path) -> None:
     import transformers
 
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    open_gguf(file)
+    words = open_gguf(file).fields.get("tokenizer.ggml.model")
+    tokenizer: Any = None
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars that no setting disables
             config = transformers.AutoConfig.from_pretrained(file.parent, **source)
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
+            if words is not None and words.contents() != "none":
+                tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
             kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # a damaged file fails anywhere in the loading code
         raise cannot_read(file, "it", error) from error
     config.architectures = [kind.__name__]
     config.save_pretrained(folder)
     transformers.GenerationConfig.from_model_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if tokenizer is not None:  # else the file is served by token ids alone
+        tokenizer.save_pretrained(folder)

@@ -22,6 +22,7 @@ from peers.workers import llama_cpp  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # noqa: E402
 
+from compiled_attn.models import load_model  # noqa: E402
 from tests.compiled_attn.tiny import tiny_model  # noqa: E402
 
 VOCABULARY = 97
@@ -43,6 +44,15 @@ def test_a_file_holds_the_weights_of_the_model(tmp_path: Path):
     }
     assert kinds["blk.1.attn_q.weight"] == "Q4_0" and kinds["blk.1.attn_norm.weight"] == "F32"
     assert kinds["token_embd.weight"] == "Q8_0"
+
+
+def test_this_engine_reads_the_file_though_its_tokens_have_no_text(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "tiny")
+    read = load_model(gguf_file(tmp_path / "tiny", "float32", tmp_path))
+    ids = torch.arange(1, 12)[None]
+    torch.testing.assert_close(read(ids).logits, model(ids).logits)
 
 
 def test_a_model_that_is_no_llama_and_a_peer_without_4_bits_are_gone(tmp_path: Path):

@@ -8,11 +8,15 @@ import sys
 import llama_cpp
 import numpy as np
 
+from peers.workers.llama_cpp import model_settings
+
 
 def main(path: str) -> None:
     """Prints the sum; the first token of a window is not counted."""
     windows = json.load(sys.stdin)
     most = max(map(len, windows))
+    settings = model_settings(llama_cpp.llama_cpp)
+    llama_cpp.llama_cpp.llama_model_default_params = lambda: settings
     llm = llama_cpp.Llama(path, n_ctx=most, n_batch=most, logits_all=True, verbose=False)
     total = 0.0
     for window in windows:

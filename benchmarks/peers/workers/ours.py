@@ -16,7 +16,8 @@ from peers.workers.protocol import Serve, answer
 def start(options: argparse.Namespace) -> Serve:
     """A warmed-up engine with its default sizes, but for the bytes of its cache."""
     torch.set_num_threads(options.threads)
-    model = load_model(options.model, getattr(torch, options.dtype))
+    dtype = getattr(torch, options.dtype, torch.bfloat16)  # a type of GGUF: computed in bfloat16
+    model = load_model(options.model, dtype)
     size = EngineConfig().block_size
     blocks = options.kv_bytes // (cache_for(model, 2, 1).bytes_per_block * size)
     with stored_backend("inductor", options.state / "store") as backend:

