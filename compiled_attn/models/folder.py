@@ -171,12 +171,12 @@ def _write(file: Path, folder: Path) -> None:
     import transformers
 
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    words = open_gguf(file).words
+    has_words = open_gguf(file).settings.get("tokenizer.ggml.model", "none") != "none"
     tokenizer: Any = None
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars that no setting disables
             config = transformers.AutoConfig.from_pretrained(file.parent, **source)
-            if words is not None:
+            if has_words:
                 tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
             kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # a damaged file fails anywhere in the loading code

@@ -51,7 +51,8 @@ def load_gguf(file: Path, config: Any, dtype: torch.dtype, quantises: bool = Tru
         get_gguf_hf_weights_map,
     )
 
-    family, tensors, _ = open_gguf(file)
+    opened = open_gguf(file)
+    family, tensors = opened.family, opened.tensors
     _check_sizes(file, config, tensors)
     model: nn.Module = empty_model(config, dtype)
     process = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=config.to_dict()).process

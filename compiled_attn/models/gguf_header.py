@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -48,14 +48,15 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile(NamedTuple):
-    """A file: its model's family, as llama.cpp names it, its tensors, and the kind of tokenizer.
+    """A file: its settings by name, where None stands for arrays, and its tensors."""
 
-    ``words`` is None where tokens have no text.
-    """
-
-    family: str
+    settings: Mapping[str, Any]
     tensors: list[GGUFTensor]
-    words: str | None
+
+    @property
+    def family(self) -> str:
+        """The family of the model, as llama.cpp names it."""
+        return str(self.settings["general.architecture"])
 
 
 def open_gguf(file: Path) -> GGUFFile:
@@ -99,8 +100,9 @@ class _Info(NamedTuple):
 class _Header:
     """A position in a file; ``where``: what is read, for messages."""
 
-    def __init__(self, data: NDArray[np.uint8]) -> None:
-        self._data, self._memory, self._at, self.where = data, memoryview(data), 0, ""
+    def __init__(self, data: Any) -> None:
+        self._data: NDArray[np.uint8] = data
+        self._memory, self._at, self.where = memoryview(data), 0, ""
 
     def read(self) -> GGUFFile:
         if bytes(self._take(4)) != b"GGUF":
@@ -122,9 +124,7 @@ class _Header:
         infos: dict[str, _Info] = {}
         self._repeat(count, 24, lambda: self._add_info(infos, alignment))
         begin = -(-self._at // alignment) * alignment
-        words = values.get("tokenizer.ggml.model", "none")
-        tensors = [self._tensor(each, begin) for each in infos.values()]
-        return GGUFFile(family, tensors, None if words == "none" else str(words))
+        return GGUFFile(values, [self._tensor(each, begin) for each in infos.values()])
 
     def _repeat(self, count: int, least: int, read: Callable[[], object]) -> None:
         """Reads as many things, each of so many bytes at least."""
