@@ -67,6 +67,7 @@ class BundleExecutor(LocalExecutor):
         self.kernel = ChosenKernel("native", {"native": f"{ops.isa}, of the bundle"})
         self.schedules_ahead = False
         self.eos = frozenset(engine["eos"])
+        self.draft, self.others = None, []
         self._onednn = set()
         self._steps = HostSteps(self.module)
         self.graphs = WarmupManager(
