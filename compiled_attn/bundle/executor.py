@@ -73,6 +73,7 @@ class BundleExecutor(LocalExecutor):
         self._store = store_of(backend, False)
         self.kernel = ChosenKernel("native", {"native": f"{ops.isa}, of the bundle"})
         self.eos = frozenset(engine["eos"])
+        self.draft, self.others = None, []
         spec = CaptureSpec(backend, "step", strict=self.config.strict)
         self._make_graphs(HostSteps(self.module), spec, timed_runs=0)
         torch.set_num_threads(bundle.manifest.threads)

@@ -54,6 +54,9 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
     failed = f", {report.failed_requests} failed" if report.failed_requests else ""
     yield "requests", f"{report.requests}{failed}"
     yield "generated tokens", f"{report.generated_tokens:,}"
+    if report.drafts:
+        drafted, accepted = (sum(report.drafts[kind]) for kind in ("drafted", "accepted"))
+        yield "accepted tokens of drafts", f"{accepted:,} of {drafted:,}"
     yield "tokens per second", f"{report.tokens_per_second:,.1f}"
     yield "time to first token", _milliseconds(report.ttft_ms)
     yield "step", _milliseconds(report.step_ms)

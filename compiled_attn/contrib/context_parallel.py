@@ -54,7 +54,7 @@ class ContextExecutor(RankExecutor):
                 f"context parallel is for the native kernel, got {self.kernel.name} "
                 f"({self.kernel.notes['native']}): use kernel 'auto', or tensor parallelism"
             )
-        sizing = Sizing.of(model, self.config, self.kernel.layout, self._share.count)
+        sizing = super()._sizing_of(model)
         layout = DividedTableLayout(
             sizing.num_blocks, sizing.block_size, sizing.table_width, self._share, self._group
         )

@@ -27,8 +27,8 @@ _TIMES_WEIGHTS = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The size of a KV cache in bytes (scales included), blocks (null block included) and tokens,
-    and what determined it.
+    """The size of a KV cache in bytes (with scales, and the cache of the draft model), blocks (null
+    block included) and tokens, and what determined it.
     """
 
     dtype: str
@@ -45,6 +45,7 @@ class CacheSize:
         ranks: int = 1,
         slot: PagedKVCache | None = None,
         step: int | None = None,
+        draft: PreTrainedModel | None = None,
     ) -> CacheSize:
         """Returns the size as configured, or a default.
 
@@ -59,15 +60,19 @@ class CacheSize:
             slot: a cache of the model; None: makes one.
             step: tokens of a step at most, which a request holds beyond a sliding window; None: as
                 many as the context.
+            draft: the draft model, whose cache has the blocks of all ranks; None: there is none.
 
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
         """
-        if slot is None:
-            from compiled_attn.models.hf import cache_for  # loads transformers
+        from compiled_attn.models.hf import cache_for  # loads transformers
 
+        if slot is None:
             slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
         block_bytes = slot.bytes_per_block // slot.block_size * config.block_size
+        if draft is not None:
+            own = cache_for(draft, 2, 1, dtype=config.cache_dtype)
+            block_bytes += ranks * (own.bytes_per_block // own.block_size) * config.block_size
         window = slot.window if ranks == 1 else None
         context = -(-context // ranks)
         request = most_held(context, window, step or context, config.block_size)

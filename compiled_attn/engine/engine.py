@@ -32,6 +32,7 @@ from compiled_attn.engine.sampling import (
 )
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sizing import Sizing, StepSize
+from compiled_attn.engine.speculation.drafter import Drafter
 from compiled_attn.engine.speculation.sources import drafter_of
 from compiled_attn.engine.steps import StepResult, StepRunner, Transactions, delayed_interrupt
 from compiled_attn.engine.stream import Stream, planned_requests, results_of
@@ -92,7 +93,7 @@ class Engine:
         self.config = config = executor.config
         self.memory = BlockMemory(self.executor, config)
         step = self.sizing.step or StepSize.of(config, self.sizing.layout.symbolic)
-        self._drafter = drafter_of(executor, config)
+        self._drafter = self._new_drafter()
         self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs, self._drafter)
         self.tally = Tally.of(self.sizing, config.longest_draft)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
@@ -318,19 +319,12 @@ class Engine:
         request_id = next(self._ids)
         index, choice = (request_id, 0) if name is None else name
         sequence = RequestState(
-            request_id,
-            prompt,
-            len(prompt),
-            sampling.seeded(),
+            request_id, prompt, len(prompt), sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=self.end_tokens(sampling),
-            salt=salt,
-            index=index,
-            events=events,
-            has_stop=self._has_stop,
-            constraint=self._constraint(sampling, len(prompt)),
+            stop_tokens=self.end_tokens(sampling), salt=salt, index=index, events=events,
+            has_stop=self._has_stop, constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
-        )
+        )  # fmt: skip
         with delayed_interrupt(undo=lambda: self.drop({request_id})):  # its id was not returned
             self._requests[request_id] = sequence
             self.scheduler.add(sequence)
@@ -387,6 +381,9 @@ class Engine:
     def _drop(self, sequence: RequestState) -> None:
         del self._requests[sequence.request_id]
         self.scheduler.finish(sequence)
+
+    def _new_drafter(self) -> Drafter | None:
+        return drafter_of(self.executor, self.config)
 
     def _refuse_unservable(self) -> None:
         """Fails requests that were queued before a warmup which lost the buckets for them."""

@@ -21,6 +21,7 @@ from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.sampler import logits_needed
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
+from compiled_attn.engine.speculation.loading import load_draft
 from compiled_attn.engine.speculation.verify import sampled
 from compiled_attn.models.load import unwrap
 from compiled_attn.ops import load
@@ -60,8 +61,12 @@ class LocalExecutor:
     Args:
         timed_runs: how often a graph is run after its capture, to time it.
 
+    Attributes:
+        draft: the draft model of ``speculate``, whose cache is counted in the sizes.
+        others: executors that are closed with this one.
+
     Raises:
-        ConfigError: the sizes do not fit each other or the model.
+        ConfigError: the sizes do not fit each other or the model, or the draft model does not.
         graphs.CaptureError: the backend is not available.
         ValueError: the model cannot run on the paged cache, see `PagedCausalLM`.
     """
@@ -86,6 +91,7 @@ class LocalExecutor:
                 f"expected the native kernel with speculate {config.speculate!r}, got "
                 f"{self.kernel.name} ({self.kernel.notes['native']}): leave speculate out"
             )
+        self.draft, self.others = self._draft_for(model), list[LocalExecutor]()
         self.sizing = sizing = self._sizing_of(model)
         self.schedules_ahead = config.async_scheduling and model.device.type != "cpu"
         self.eos = eos_tokens(model)
@@ -126,7 +132,14 @@ class LocalExecutor:
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size, sizing.window)
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
-        return Sizing.of(model, self.config, self.kernel.layout)
+        return Sizing.of(model, self.config, self.kernel.layout, draft=self.draft)
+
+    def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel | None:
+        """Loads the draft model of the configuration, if there is one."""
+        speculation = self.config.speculation
+        if speculation is None or speculation.model is None:
+            return None
+        return load_draft(speculation.model, model)
 
     def sanitize(self, is_on: bool) -> None:
         """Adds what the sanitizer needs to the cache, before the warmup, or removes it."""
@@ -223,8 +236,8 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Frees the graphs; the executor cannot be used afterwards. A second call does nothing."""
-        for manager in (self.graphs, *self._steps.others):
-            manager.close()
+        for each in (self.graphs, *self._steps.others, *self.others):
+            each.close()
         self.copies.close()
         self._store.close()
 

@@ -51,6 +51,7 @@ class GenerationResult:
         cached_tokens: tokens of the prompt that were cached when it was first scheduled, and so not
             computed; 0 for further continuations of a prompt, which share all of it.
         queue_s: seconds from arrival until it first had blocks.
+        accepted_tokens: how many of ``tokens`` were drafted, see ``speculate``.
     """
 
     index: int
@@ -67,6 +68,7 @@ class GenerationResult:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     queue_s: float = 0.0
+    accepted_tokens: int = 0
 
 
 class TokenEvent(NamedTuple):
@@ -101,6 +103,7 @@ class RequestState:
         stop_tokens: tokens that end it.
         events: the queue that its events go to, under its ``index`` and ``choice``.
         drafting: what the drafter remembers of it.
+        accepted: generated tokens that were drafted.
     """
 
     request_id: int
@@ -125,6 +128,7 @@ class RequestState:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     drafting: DraftState | None = None
+    accepted: int = 0
     is_plain: bool = field(init=False)
     rules: LogitRules | None = field(init=False)
 
@@ -198,6 +202,7 @@ class RequestState:
                 self.first_token_s = now_s
             if len(self.tokens) == length:
                 self.tokens.append(row.token)
+                self.accepted += row.draft > 0
 
     def _ends_text(self, new: Sequence[int]) -> bool:
         """Whether the last of some new tokens completes a stop string, which `min_tokens` does not
@@ -238,4 +243,5 @@ class RequestState:
             prompt_logprobs=None if params.prompt_logprobs is None else [None, *of_prompt],
             cached_tokens=0 if self.choice else self.cached or 0,
             queue_s=begun - self.arrived_s,
+            accepted_tokens=self.accepted + sum(each.draft > 0 for each in (*before, row)),
         )

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple, overload
 
 from compiled_attn.cache.blocks import BlockPool
@@ -130,7 +130,7 @@ class Scheduler:
     Sequences are served in the order of their ids: running ones precede waiting ones.
 
     Args:
-        drafter: makes drafts for steps that only decode; None: there are none.
+        drafter: makes drafts for requests that decode; None: there are none.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -212,14 +212,18 @@ class Scheduler:
                 room -= 1
             else:
                 room -= self._add_tokens(sequence, step, room)
+        drafts: Mapping[RequestState, Sequence[int]] = {}
+        if self.drafter is not None and step:
+            drafts = self.drafter.draft([*step], self._most_drafts(late, room))
+            drafted = sum(map(len, drafts.values()))
+            room -= drafted  # which the prompts leave
+            extra += drafted
         for sequence in late:
             room -= self._add_tokens(sequence, step, room, extra)
             extra += _extra_rows(sequence, step.get(sequence, 1))
         if self.preemptions == before:
             self._admit(step, room, extra)
-        if self.drafter is None or not step or late or len(self.running) > len(running):
-            return ScheduledStep(step)
-        return ScheduledStep(step, drafts=self._add_drafts(self.drafter, step, room))
+        return ScheduledStep(step, drafts=self._add_drafts(drafts, step))
 
     def commit(self, step: ScheduledStep) -> None:
         """Lets later prompts share the full blocks of a step whose tokens were appended."""
@@ -286,12 +290,28 @@ class Scheduler:
         step[sequence] = count
         return taken + count
 
+    def _most_drafts(self, late: Sequence[RequestState], room: int) -> int:
+        """Counts the tokens of drafts that a step may have.
+
+        Buckets of prompts have rows of logits for ``max_seqs`` sequences: drafts take those that
+        are left, except one for a new sequence. A scored prompt takes all.
+        """
+        spare = self.max_seqs - len(self.running)
+        new = [*islice(self.waiting, spare)]
+        if not (late or new):
+            return room
+        if any(each.scores_prompt for each in (*late, *new)):
+            return 0
+        return min(room - len(late) - len(new), spare - bool(new))
+
     def _add_drafts(
-        self, drafter: Drafter, step: dict[RequestState, int], room: int
+        self, given: Mapping[RequestState, Sequence[int]], step: dict[RequestState, int]
     ) -> dict[RequestState, Sequence[int]]:
-        """Adds drafts to a step of decodes, where there are blocks for them."""
+        """Adds drafts to a step, where there are blocks for them."""
         drafts: dict[RequestState, Sequence[int]] = {}
-        for sequence, draft in drafter.draft([*step], room).items():
+        for sequence, draft in given.items():
+            if sequence not in step:  # preempted
+                continue
             length = sequence.computed + 1 + len(draft)
             whole = self._whole_blocks(length)
             # A draft preempts nobody, and leaves a block for each running sequence.

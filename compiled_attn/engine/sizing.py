@@ -113,8 +113,12 @@ class Sizing:
         config: EngineConfig,
         layout: LayoutType = PartsLayout,
         ranks: int = 1,
+        draft: PreTrainedModel | None = None,
     ) -> Sizing:
         """Computes the sizes that the configuration leaves open.
+
+        Args:
+            draft: drafts tokens, and has a cache of as many blocks; None: there is none.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
@@ -124,7 +128,7 @@ class Sizing:
         from compiled_attn.models.hf import cache_for  # loads transformers
 
         slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
-        cache = CacheSize.of(model, config, context, ranks, slot, step.tokens)
+        cache = CacheSize.of(model, config, context, ranks, slot, step.tokens, draft)
         num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
         window = slot.window if ranks == 1 else None
         limits = step_limits(config, step.tokens, context, num_blocks, window)

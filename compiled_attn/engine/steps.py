@@ -203,15 +203,16 @@ class StepRunner:
         self._launched = None
 
     def _measure(self, step: PlannedStep, rows: Sequence[RowResult], record: StepRecord) -> None:
-        """Shows the drafter what a step of decodes took, and which drafts were accepted."""
+        """Shows the drafter which drafts were accepted, and what a step of decodes took."""
         drafter, needed = self._scheduler.drafter, step.plan.rows.logits
-        if drafter is None or int(needed.sum()) != len(step.plan.rows.tokens):
+        if drafter is None:
             return
         pairs = zip(step.parts, rows, strict=True) if step.parts.drafts else ()
         drafts = {
             part.sequence: (len(part.draft), len(row.more)) for part, row in pairs if part.draft
         }
-        drafter.add(record.bucket, record.seconds, drafts)
+        only_decodes = int(needed.sum()) == len(step.plan.rows.tokens)
+        drafter.add(record.bucket if only_decodes else None, record.seconds, drafts)
 
     def _plan(self, ending: Collection[RequestState] = ()) -> PlannedStep | None:
         started = time.perf_counter()

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.request_state import RequestState, TokenEvent
-from compiled_attn.engine.sizing import Sizing
+from compiled_attn.engine.speculation.drafter import Drafter, DraftSource, Ngrams
+from compiled_attn.engine.speculation.sources import source_of
 from compiled_attn.errors import ConfigError, EngineStopped
-from compiled_attn.ranks.executor import RankExecutor
+from compiled_attn.ranks.drafts import RankDrafter
+from compiled_attn.ranks.executor import RankExecutor, RankZeroFirst
 from compiled_attn.ranks.group import Ranks
 
 __all__ = ["RankEngine", "engine_on"]
@@ -49,16 +50,16 @@ class RankEngine(Engine):
     """An engine that leads the other ranks, or follows rank 0.
 
     Requests and aborts come to rank 0, which broadcasts them in order before the next step, with
-    the seeds it chose. The scheduler depends only on requests and blocks, so every rank computes
-    the same global plan; in strict mode they compare it.
+    the seeds it chose. The scheduler depends only on requests, blocks and the drafts, which rank 0
+    broadcasts, so every rank computes the same global plan; in strict mode they compare it.
 
     An exception in a step stops the engine, since its ranks could no longer agree. ``args`` and
     ``kwargs`` are those of `Engine`; the executor is a `RankExecutor`.
     """
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self.ranks = ranks
+        super().__init__(*args, **kwargs)
         self._unsent: list[_Submitted | _Aborted] = []
         self._in_step = False
 
@@ -102,6 +103,17 @@ class RankEngine(Engine):
             _Submitted(request_id, prompt, self._requests[request_id].sampling, salt)
         )
         return request_id
+
+    def _new_drafter(self) -> Drafter | None:
+        if (speculation := self.config.speculation) is None:
+            return None
+        source: DraftSource = Ngrams()
+        backend = self.config.backend
+        if self.ranks.leads:
+            assert isinstance(backend, RankZeroFirst)
+            config = replace(self.config, backend=backend.alone)
+            source = source_of(self.executor, config, speculation)
+        return RankDrafter(self.ranks, source, speculation.most)
 
     def _drop(self, sequence: RequestState) -> None:
         super()._drop(sequence)
@@ -156,19 +168,9 @@ def engine_on(
             "expected no learn_buckets on several ranks, which must agree on their buckets: plan "
             "with `compiled-attn plan --demand FILE --out BUCKETS`, and give buckets"
         )
-    if config.speculate is not None:
-        raise ConfigError(
-            f"expected no speculate on several ranks, which would time their steps differently and "
-            f"choose other drafts, got {config.speculate!r}: leave it out"
-        )
     ranks.check_equal(_facts(model, config) | {"executor": executor.__name__})
     with ranks.guard():
         executor.divide(model, ranks)
-        if config.num_blocks is None:
-            among = executor.pool_ranks(ranks)
-            sizing = Sizing.of(model, config, chosen_kernel(model, config).layout, among)
-            own = 1 + (sizing.num_blocks - 1) // among
-            config = replace(config, num_blocks=ranks.minimum(own), kv_memory=None)
         return RankEngine(ranks, executor(ranks, model, config), **others)
 
 

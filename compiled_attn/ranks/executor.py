@@ -15,6 +15,7 @@ from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.executor import ExecutorReport, PlannedStep
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import RowResult
+from compiled_attn.engine.sizing import Sizing
 from compiled_attn.ranks.group import Ranks
 from compiled_attn.ranks.shard import shard
 from graphs import BucketEvent, WarmupReport
@@ -36,11 +37,11 @@ class RankExecutor(LocalExecutor):
     """
 
     def __init__(self, ranks: Ranks, model: PreTrainedModel, config: EngineConfig) -> None:
+        self.ranks = ranks
         backend = RankZeroFirst(resolve(config.backend, "step"), ranks)
         config = replace(config, backend=backend)
         # With times measured per rank the ranks would stop their timed runs at different counts.
         super().__init__(model, config, timed_runs=1)
-        self.ranks = ranks
 
     @classmethod
     def divide(cls, model: PreTrainedModel, ranks: Ranks) -> None:
@@ -51,6 +52,19 @@ class RankExecutor(LocalExecutor):
     def pool_ranks(cls, ranks: Ranks) -> int:
         """Number of ranks that the blocks of one pool are spread over."""
         return 1
+
+    def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel | None:
+        """Loads the draft model on rank 0, where drafts are made."""
+        return super()._draft_for(model) if self.ranks.leads else None
+
+    def _sizing_of(self, model: PreTrainedModel) -> Sizing:
+        """Sizes the cache as that of the rank with the least memory."""
+        among = self.pool_ranks(self.ranks)
+        if self.config.num_blocks is None:
+            sizing = Sizing.of(model, self.config, self.kernel.layout, among, self.draft)
+            own = self.ranks.minimum(1 + (sizing.num_blocks - 1) // among)
+            self.config = replace(self.config, num_blocks=own, kv_memory=None)
+        return Sizing.of(model, self.config, self.kernel.layout, among, self.draft)
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """See `LocalExecutor.warmup`; also raises RankLost if a rank exited."""
@@ -93,38 +107,41 @@ class RankZeroFirst(Backend):
     A graph contains collectives, so all ranks run it during capture and none can finish before the
     others. Only the compile waits, not the trace before it: the other ranks compile after rank 0,
     from inductor's cache.
+
+    Attributes:
+        alone: the backend, for graphs of one rank.
     """
 
     def __init__(self, backend: Backend, ranks: Ranks) -> None:
         self.name, self.options = backend.name, backend.options
-        self._backend, self._ranks = backend, ranks
+        self.alone, self._ranks = backend, ranks
 
     def available(self) -> str | None:
         """See `Backend`."""
-        return self._backend.available()
+        return self.alone.available()
 
     def warming_up(self) -> AbstractContextManager[object]:
         """See `Backend`."""
-        return self._backend.warming_up()
+        return self.alone.warming_up()
 
     def capture(self, job: Job) -> Frozen:
         """Capture; the other ranks compile after rank 0."""
         turn = f"compiled {next(_TURNS)}"
         if not self._ranks.leads:
             with compiling_after(lambda: self._ranks.wait(turn)):
-                return self._backend.capture(job)
+                return self.alone.capture(job)
         try:
-            if self._backend.has(job):
+            if self.alone.has(job):
                 self._ranks.mark(turn)
             with at_compile_end(lambda: self._ranks.mark(turn)):
-                return self._backend.capture(job)
+                return self.alone.capture(job)
         finally:
             self._ranks.mark(turn)
 
     def has(self, job: Job) -> bool:
         """See `Backend`."""
-        return self._backend.has(job)
+        return self.alone.has(job)
 
     def why_no_symbolic(self) -> str:
         """See `Backend`."""
-        return self._backend.why_no_symbolic()
+        return self.alone.why_no_symbolic()

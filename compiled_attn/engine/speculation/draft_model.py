@@ -17,7 +17,6 @@ from compiled_attn.engine.speculation.setting import LONGEST
 from compiled_attn.engine.speculation.state import DraftState
 from compiled_attn.errors import ConfigError
 from compiled_attn.models.hf import context_limit
-from compiled_attn.models.load import load_model
 from graphs import BucketEvent
 
 __all__ = ["DraftModel"]
@@ -56,25 +55,17 @@ class DraftModel:
         self._twins: dict[int, _Twin] = {}
 
     @staticmethod
-    def beside(target: Executor, config: EngineConfig, folder: str) -> DraftModel:
-        """Loads a model to draft for the one of an executor, in its dtype and on its device.
+    def beside(target: Executor, config: EngineConfig) -> DraftModel:
+        """Serves the draft model that an executor has loaded.
 
         Raises:
-            ConfigError: the executor is not a `LocalExecutor`, or the vocabularies differ.
-            compiled_attn.models.ModelError: it cannot be loaded.
+            ConfigError: the executor has none, as it is not a `LocalExecutor`.
         """
-        if not isinstance(target, LocalExecutor):
+        model = target.draft if isinstance(target, LocalExecutor) else None
+        if model is None:
             raise ConfigError(
                 f"expected a LocalExecutor with speculate {config.speculate!r}, got "
                 f"{type(target).__name__}: use ngram:K"
-            )
-        large = target.module.model
-        model = load_model(folder, dtype=large.dtype, device=large.device)
-        vocab = model.config.get_text_config().vocab_size
-        if vocab != target.sizing.vocab:
-            raise ConfigError(
-                f"expected a draft model with the model's vocabulary of {target.sizing.vocab} "
-                f"tokens, got one of {vocab}: take one of the same family"
             )
         context = min(context_limit(model) or target.sizing.context, target.sizing.context)
         settings = replace(
@@ -82,7 +73,9 @@ class DraftModel:
             kv_memory=None, context=context, buckets=None, learn_buckets=None, warmup_journal=None,
             defrag_waste=1.0,
         )  # fmt: skip
-        return DraftModel(LocalExecutor(model, settings))
+        executor = LocalExecutor(model, settings)
+        target.others.append(executor)
+        return DraftModel(executor)
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> None:
         """Captures the graphs of the draft model."""

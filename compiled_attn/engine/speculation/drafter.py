@@ -71,10 +71,11 @@ class _Candidate(NamedTuple):
 
 
 class Drafter:
-    """Chooses drafts for steps that only decode, so that they are faster than without.
+    """Chooses drafts such that steps that only decode are faster than without.
 
     The choice follows from measured times of steps and measured shares of accepted tokens, so a
-    request whose drafts are refused gets none; now and then it gets a short one again.
+    request whose drafts are refused gets none; now and then it gets a short one again. In a step
+    that also computes prompts, where a token more takes no longer, the same drafts pay.
 
     Args:
         most: tokens of a draft at most.
@@ -152,9 +153,15 @@ class Drafter:
         self._spent_s = time.perf_counter() - started
         return drafts
 
-    def add(self, bucket: Bucket, seconds: float, drafts: Mapping[RequestState, _Counts]) -> None:
-        """Counts a step that only decoded: its time, and the drafted and accepted tokens."""
-        if self._costs is not None:
+    def add(
+        self, bucket: Bucket | None, seconds: float, drafts: Mapping[RequestState, _Counts]
+    ) -> None:
+        """Counts the drafted and accepted tokens of a step, and its time if it only decoded.
+
+        Args:
+            bucket: that of the step; None: it also computed prompts.
+        """
+        if self._costs is not None and bucket is not None:
             self._costs.add(bucket, seconds - self._spent_s)
         for sequence, (drafted, accepted) in drafts.items():
             if (state := sequence.drafting) is not None:

@@ -1,25 +1,30 @@
-"""Makes the drafter of a configuration."""
+"""Makes the drafter of a configuration, and its source of drafts."""
 
 from __future__ import annotations
 
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.executor import Executor
-from compiled_attn.engine.speculation.drafter import Drafter, Ngrams
+from compiled_attn.engine.speculation.drafter import Drafter, DraftSource, Ngrams
+from compiled_attn.engine.speculation.setting import Speculation
 
-__all__ = ["drafter_of"]
+__all__ = ["drafter_of", "source_of"]
 
 
 def drafter_of(executor: Executor, config: EngineConfig) -> Drafter | None:
     """Returns the drafter of an engine; None: no drafts.
 
     Raises:
-        ConfigError, compiled_attn.models.ModelError: see `DraftModel.beside`.
+        ConfigError: see `DraftModel.beside`.
     """
-    speculation = config.speculation
-    if speculation is None:
+    if (speculation := config.speculation) is None:
         return None
+    return Drafter(source_of(executor, config, speculation), speculation.most)
+
+
+def source_of(executor: Executor, config: EngineConfig, speculation: Speculation) -> DraftSource:
+    """Returns the source of drafts; errors: see `drafter_of`."""
     if speculation.model is None:
-        return Drafter(Ngrams(), speculation.most)
+        return Ngrams()
     from compiled_attn.engine.speculation.draft_model import DraftModel  # loads transformers
 
-    return Drafter(DraftModel.beside(executor, config, speculation.model), speculation.most)
+    return DraftModel.beside(executor, config)

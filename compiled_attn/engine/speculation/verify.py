@@ -39,9 +39,10 @@ def sampled(logits: Tensor, step: ScheduledStep, needed: NDArray[np.int64]) -> l
     first = np.cumsum(needed) - needed
     logits = logits[: int(needed.sum())]
     parts = dict(zip(first.tolist(), step, strict=True))
-    rows = sample_requests(logits, requests_of_rows(parts))
+    ready = {row: part for row, part in parts.items() if part.needs_logits}
+    rows = sample_requests(logits, requests_of_rows(ready))
     # Rules of logits depend on the tokens before, so they see one accepted token after the other.
-    ruled = {row: part for row, part in parts.items() if part.sequence.rules is not None}
+    ruled = {row: part for row, part in ready.items() if part.sequence.rules is not None}
     place = 0
     while ruled:
         _sample_ruled(logits, rows, ruled, place)
@@ -49,7 +50,7 @@ def sampled(logits: Tensor, step: ScheduledStep, needed: NDArray[np.int64]) -> l
         place += 1
     counts = [
         (row + place, part.sequence.sampling.logprobs)
-        for row, part in parts.items()
+        for row, part in ready.items()
         if not part.sequence.is_plain
         for place in range(1 + _matches(rows, row, part))
     ]

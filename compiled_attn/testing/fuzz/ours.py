@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.speculation.drafter import Ngrams
 from compiled_attn.errors import ConfigError
+from compiled_attn.testing.fuzz.drafts import FreeRows, RepeatedPrompts
 from compiled_attn.testing.fuzz.models import (
     FAMILIES,
     DenseReference,
@@ -23,7 +25,10 @@ __all__ = ["Ours"]
 
 
 class Ours(Target):
-    """`Engine` with a tiny model and the eager backend; ``config`` overrides its `EngineConfig`."""
+    """`Engine` with a tiny model and the eager backend; ``config`` overrides its `EngineConfig`.
+
+    With ``speculate`` it drafts wherever it can, not only where that is faster.
+    """
 
     supports: ClassVar = frozenset(["abort", "fork", "preempt", "defragment", "salt", "sample"])
     families: ClassVar = tuple(FAMILIES)
@@ -32,13 +37,22 @@ class Ours(Target):
         super().__init__(settings)
         sizes = {"block_size": settings.block_size, "num_blocks": settings.num_blocks + 1,
                  "max_seqs": settings.max_seqs, "max_tokens_per_step": settings.max_tokens,
-                 "context": settings.context, "backend": "eager", "max_graphs": 2,
+                 "context": settings.context, "backend": "eager",
+                 "max_graphs": 8 if config.get("speculate") else 2,
                  "defrag_waste": 0.25}  # fmt: skip
         self.reference = DenseReference.of(settings.family, choices)
         self.engine = Engine(tiny_model(settings.family), EngineConfig(**{**sizes, **config}))
         self.engine.warmup()
+        self._draft_always()
         self._names: dict[int, int] = {}  # our request ids by those of the engine
         self._later: list[tuple[int, int, tuple[Any, ...]]] = []  # continuations not submitted yet
+
+    def _draft_always(self) -> None:
+        drafter = self.engine.scheduler.drafter
+        if drafter is not None:
+            drafter._costs = FreeRows(self.engine.sizing.buckets, {})
+            if isinstance(drafter._source, Ngrams):
+                drafter._source = RepeatedPrompts()
 
     def submit(
         self, request: int, prompt: Sequence[int], new_tokens: int, *,
@@ -110,12 +124,15 @@ class Ours(Target):
         return "; ".join(f"{problem}: {stats}" for problem, is_true in problems.items() if is_true)
 
     def counts(self) -> Mapping[str, int]:
-        """Counts preemptions, evictions, moved blocks, prefix hits, and sanitized steps."""
+        """Counts preemptions, evictions, moved blocks, prefix hits, sanitized steps, and tokens of
+        drafts.
+        """
         stats, memory = self.engine.memory.stats(), self.engine.memory.figures()
         watch = self.engine._steps.watch
         return {"preemptions": stats.preemptions, "evictions": stats.evictions,
                 "moves": int(memory.get("defrag_moves", 0)), "hits": stats.hit_tokens,
-                "sanitized": 0 if watch is None else watch.ledger.step}  # fmt: skip
+                "sanitized": 0 if watch is None else watch.ledger.step,
+                **{kind: sum(n) for kind, n in self.engine.tally.drafts().items()}}  # fmt: skip
 
     def reset(self) -> bool:
         """Empties the pool of an idle engine."""
@@ -124,6 +141,7 @@ class Ours(Target):
             self._names.clear()
             self.engine.memory.reset()
             self.engine.scheduler.restart(self.engine.pool, [])
+            self._draft_always()
         return is_idle
 
 

@@ -122,6 +122,18 @@ def test_a_small_pool_forces_preemptions_and_changes_no_token(command, small, tm
     assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
 
 
+def test_a_run_with_drafts_counts_them(command, small, tmp_path):
+    path = tmp_path / "result.json"
+    completed = command(*small, "--speculate", "ngram:2", "--check", 6, "--json", path)
+    assert completed.code == 0, completed.err
+    result = json.loads(path.read_text())
+    assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
+    drafted, accepted = (result["drafts"][kind] for kind in ("drafted", "accepted"))
+    assert len(drafted) == len(accepted) == 2
+    row = rf"accepted tokens of drafts\W+{sum(accepted)} of {sum(drafted)}\b"
+    assert re.search(row, completed.out)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
 def test_a_run_in_8_bits_passes_its_check_and_says_what_the_cache_is(
     command, small, tmp_path, kind, dtype

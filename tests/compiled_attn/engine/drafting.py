@@ -9,8 +9,8 @@ import numpy as np
 
 from compiled_attn.engine import Engine, GenerationResult
 from compiled_attn.engine.request_state import RequestState
-from compiled_attn.engine.speculation.gain import StepCosts
 from compiled_attn.engine.speculation.state import DraftState
+from compiled_attn.testing.fuzz.drafts import FreeRows
 from tests.compiled_attn.engine.small import small_engine
 
 
@@ -33,16 +33,6 @@ class Known:
         start = len(sequence.tokens)
         text = [*self.texts[sequence.index], 1, 2, 3, 4, 5][start : start + count]
         return [(token + 1) % 128 if self.rng.random() < self.wrong else token for token in text]
-
-
-class FreeRows(StepCosts):
-    """Says that a step takes as long however many rows it has, so that all drafts pay."""
-
-    def is_known(self, rows: int) -> bool:
-        return True
-
-    def seconds(self, rows: int, more: int) -> np.ndarray:
-        return np.ones(1 + more)
 
 
 def drafting_engine(

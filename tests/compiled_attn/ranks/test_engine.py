@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.compiled_attn.tiny import tiny_model
 
 _WORKER = Path(__file__).with_name("worker.py")
 _ROOT = _WORKER.parents[3]
@@ -71,6 +74,32 @@ def test_ranks_agree_whatever_comes_and_goes(seed, divided):
     assert same and whole
     assert preempted and shared and finished > 5
     assert bool(moved) == (divided == "weights")
+
+
+def check_drafts(divided: str, speculate: str, *backend: str) -> None:
+    ((same, counts, used, preempted),) = launch("drafts", divided, speculate, *backend)
+    assert same and not used and preempted
+    assert counts[0] == counts[1]
+    drafted, accepted = (sum(counts[0][kind]) for kind in ("drafted", "accepted"))
+    assert 20 < accepted < drafted
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("divided", ["weights", "context"])
+def test_ranks_check_the_drafts_of_rank_0(divided, backend):
+    check_drafts(divided, "ngram:3", backend)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("divided", ["weights", "context"])
+def test_ranks_check_the_drafts_of_a_model_that_rank_0_has(divided, tmp_path):
+    model = tiny_model()
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        weight += 0.02 * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(tmp_path)
+    check_drafts(divided, f"model:{tmp_path}:3")
 
 
 @pytest.mark.dist

@@ -22,6 +22,9 @@ from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
 from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks, shard
+from compiled_attn.testing.fuzz.drafts import FreeRows
+from tests.compiled_attn.engine.drafting import Known
+from tests.compiled_attn.engine.words import Words, grammar_of
 from tests.compiled_attn.models.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
@@ -106,6 +109,41 @@ def stored(ranks: Ranks, folder: str, divides: str) -> None:
         own = [report.compiles, hits, len(report.loaded), len(report.results)]
         dist.all_gather_object(facts, own)
         emit(facts, len(backend.store.entries()))
+
+
+def drafts(ranks: Ranks, divides: str, speculate: str, backend: str = "eager") -> None:
+    """Random, greedy and constrained requests; steps and drafts take no time on rank 0 alone."""
+    blocks = 16 if divides == "weights" else 8  # too few for all requests
+    config = replace(
+        CONFIG, num_blocks=blocks, context=48, max_graphs=12, speculate=speculate, backend=backend
+    )
+    texts = {"grammars": Words()}
+    alone = Engine(tiny_model(), replace(CONFIG, num_blocks=40), **texts)
+    alone.warmup()
+    prompts = [*PROMPTS, [4, 5, 6] * 5]
+    params = [SamplingParams(20, temperature=1.0, seed=1), SamplingParams(20, logprobs=1)]
+    words = (tuple(range(40, 53)), (7, 8, 9, 7, 8, 9, 7, 8), (7, 8, 3))
+    params += [SamplingParams(18), SamplingParams(20, repetition_penalty=1.3)]
+    params += [SamplingParams(20, grammar=grammar_of(*words)), SamplingParams(20)]
+    expected = [*alone.generate(prompts, params, in_order=True)]
+    engine = engine_on(ranks, tiny_model(), config, executor=EXECUTORS[divides], **texts)
+    engine.warmup()
+    if ranks.leads:
+        engine._drafter._costs = FreeRows(engine.sizing.buckets, {})
+        engine._drafter._source.seconds_per_token = 0.0
+        if speculate.startswith("ngram"):
+            known = {each.index: [*each.prompt, *each.tokens] for each in expected}
+            engine._drafter._source = Known(known, 0.3)
+        given = [*engine.generate(prompts, params, in_order=True)]
+        engine.dismiss()
+    else:
+        engine.follow()
+    check_armed(engine)
+    counts: list = [None] * ranks.count
+    dist.all_gather_object(counts, engine.report().drafts)
+    if ranks.leads:
+        same = [each.tokens for each in given] == [each.tokens for each in expected]
+        emit(same, counts, engine.pool.stats().used, engine.report().preemptions)
 
 
 def windows(ranks: Ranks) -> None:
@@ -243,7 +281,7 @@ def emit(*values: object) -> None:
 CASES: dict[str, Callable[..., None]] = {
     case.__name__: case
     for case in (
-        *(families, contexts, layers, long, stored, windows),
+        *(families, contexts, layers, long, stored, windows, drafts),
         *(chance, dies, differs, disagrees),
     )
 }

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -23,6 +24,7 @@ from compiled_attn.engine.asynchronous import Compiling
 from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.errors import ConfigError, QueueFull, RequestCancelled
 from compiled_attn.text import Answer, Grammars, Tokenizer
+from tests.compiled_attn.engine.drafting import draft_known
 
 QUICK = settings(
     deadline=None,
@@ -159,6 +161,30 @@ def test_any_json_object_is_an_object(llm):
 def _closing(llm: LLM) -> dict[int, float]:
     """Makes what ends strings and objects likely."""
     return {llm.tokenizer.encode(sign)[0]: 40.0 for sign in '"}'}
+
+
+def test_drafts_change_no_structured_text(llm, model_dir, config):
+    schema = {
+        "type": "object",
+        "properties": {"on": {"enum": ["moon", None]}, "x": {"type": "integer"}},
+    }
+    grammars = Grammar.json_schema(schema), Grammar.regex("(on|off)( the moon){3}"), None
+    params = [
+        SamplingParams(max_new_tokens=40, grammar=grammar, temperature=temperature, seed=1)
+        for grammar in grammars
+        for temperature in (0.0, 2.0)
+    ]
+    prompts = ["the moon is on the moon"] * len(params)
+    expected = llm.generate(prompts, params)
+    drafting = LLM(model_dir, replace(config, speculate="ngram:4", max_graphs=12))
+    draft_known(drafting.engine, [each.result for each in expected], 0.2)
+    for _ in range(2):
+        texts = [each.text for each in drafting.generate(prompts, params)]
+        assert texts == [each.text for each in expected]
+    report = drafting.engine.report()
+    drafted, accepted = (sum(report.drafts[kind]) for kind in ("drafted", "accepted"))
+    assert 50 < accepted < drafted and report.prefix_hit_ratio > 0.3
+    drafting.close()
 
 
 def test_rules_derive_the_text(llm):

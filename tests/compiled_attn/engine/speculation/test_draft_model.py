@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_attn.engine import SamplingParams
+from compiled_attn.engine import EngineConfig, SamplingParams
+from compiled_attn.engine.cache_size import CacheSize
 from compiled_attn.errors import ConfigError
-from tests.compiled_attn.engine.drafting import FreeRows
+from compiled_attn.testing.fuzz.drafts import FreeRows
 from tests.compiled_attn.engine.small import prompts_of, small_engine
 from tests.compiled_attn.tiny import tiny_model
 
@@ -96,6 +97,28 @@ def test_what_an_exception_left_is_computed_again(folders, monkeypatch):
             received[event.request_id].append(event.token)
     assert [*received.values()] == tokens_of(small_engine(), GREEDY)[:4]
     assert engine.restarts > 1 and sum(engine.report().drafts["accepted"]) > 5
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_memory_of_the_cache_is_that_of_both_models(folders, kv_dtype):
+    given = {"num_blocks": None, "kv_dtype": kv_dtype, "max_seqs": 16}
+    both = [given | {"kv_memory": "64KiB"}, given]  # as given, or what the model may take
+    for config in both:
+        alone, engine = small_engine(**config), drafted(folders["same"], **config)
+        executors = engine.executor, engine._drafter._source.executor
+        caches = [each.cache.bytes_per_block * each.cache.num_blocks for each in executors]
+        assert caches[0] == caches[1]  # of the same model
+        size = engine.report().kv_cache
+        assert size["bytes"] == sum(caches)
+        if "kv_memory" in config:
+            assert 60 * 1024 < sum(caches) <= 64 * 1024
+            assert size["blocks"] == alone.sizing.num_blocks // 2
+        else:
+            assert size["why"] == "max_seqs requests of full context"
+    model = engine.executor.module.model
+    wide = EngineConfig(max_seqs=10**6, max_tokens_per_step=10**6)
+    sizes = [CacheSize.of(model, wide, 64, draft=draft) for draft in (None, model)]
+    assert sizes[1].blocks == (sizes[0].blocks - 1) // 2 + 1 and sizes[1].why == sizes[0].why
 
 
 def test_a_model_of_another_vocabulary_is_refused(folders):

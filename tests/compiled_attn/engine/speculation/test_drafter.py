@@ -13,7 +13,8 @@ from compiled_attn.engine import Engine, SamplingParams
 from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.speculation.drafter import Drafter, Ngrams
 from compiled_attn.step import StepLimits, TableLayout
-from tests.compiled_attn.engine.drafting import FreeRows, draft_known, drafting_engine
+from compiled_attn.testing.fuzz.drafts import FreeRows
+from tests.compiled_attn.engine.drafting import draft_known, drafting_engine
 from tests.compiled_attn.engine.small import greedy, plain, prompts_of, small_engine
 from tests.compiled_attn.engine.test_stop_strings import has_stop, spelled
 from tests.compiled_attn.engine.words import Words, grammar_of
@@ -90,6 +91,7 @@ def test_tokens_of_all_settings_are_those_without_drafts(mixed, wrong, config):
     assert report.generated_tokens == sum(len(each.tokens) for each in mixed)
     assert report.compiles_after_warmup == report.restarts == engine.pool.stats().used == 0
     assert report.preemptions or "num_blocks" not in config
+    assert report.prefix_hit_ratio > 0.1
 
 
 @pytest.mark.parametrize("backend", slow_but(["aot_eager"], ["aot_eager", "inductor"]))
@@ -101,13 +103,40 @@ def test_captured_graphs_serve_drafts_without_another_compile(backend):
     assert report.compiles_after_warmup == 0 and sum(report.drafts["accepted"]) > 50
 
 
+@pytest.mark.parametrize("wrong", [0.0, 0.4])
+def test_steps_that_compute_prompts_check_drafts_too(wrong):
+    """Prompts of several steps arrive one after the other, one of them scored."""
+    prompts = prompts_of(12, seed=1, longest=90)
+    params = [SamplingParams(max_new_tokens=25), *MIXED[1:7] * 2][:12]
+    config = {"max_seqs": 8, "num_blocks": 200, "grammars": Words()}
+    expected = [*small_engine(**config).generate(prompts, params, concurrency=4, in_order=True)]
+    engine = drafting_engine(expected, wrong, sanitize=True, **config)
+    mixed = 0
+
+    def on_step(info):
+        nonlocal mixed
+        record = info.step
+        rows = record.need["requests"]
+        mixed += bool(record.drafts) and record.need["tokens"] > rows
+
+    results = engine.generate(prompts, params, concurrency=4, in_order=True, on_step=on_step)
+    assert figures([*results]) == figures(expected)
+    report = engine.report()
+    assert mixed > 10 and sum(report.drafts["accepted"]) > 20
+    assert report.cut_steps == report.compiles_after_warmup == report.restarts == 0
+
+
 def test_events_say_which_tokens_were_drafted():
     expected = results_of(small_engine())
     engine = drafting_engine(expected, 0.2)
     places, steps = [0] * 5, []
     stream = engine.stream(PROMPTS, GREEDY, on_step=lambda info: steps.append(info.step))
+    of_requests = dict.fromkeys(range(len(PROMPTS)), 0)
     for event in stream:
         places[event.draft] += 1
+        of_requests[event.index] += event.draft > 0
+        if event.result is not None:
+            assert event.result.accepted_tokens == of_requests[event.index]
     report = engine.report()
     assert places[1:] == report.drafts["accepted"] and sum(places) == report.generated_tokens
     pairs = [pair for step in steps for pair in step.drafts]

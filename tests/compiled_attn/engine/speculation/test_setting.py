@@ -7,7 +7,6 @@ import pytest
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.speculation.setting import Speculation
 from compiled_attn.errors import ConfigError
-from compiled_attn.ranks import engine_on
 from tests.compiled_attn.engine.small import small_engine
 
 
@@ -29,8 +28,3 @@ def test_another_setting_is_refused(given):
 def test_the_portable_kernel_is_refused():
     with pytest.raises(ConfigError, match="expected the native kernel with speculate 'ngram:4', g"):
         small_engine(speculate="ngram:4", kernel="portable")
-
-
-def test_several_ranks_are_refused():
-    with pytest.raises(ConfigError, match=r"expected no speculate on several ranks.*'ngram:4': "):
-        engine_on(None, None, EngineConfig(speculate="ngram:4"))

@@ -8,6 +8,7 @@ import torch
 
 from compiled_attn.engine import SamplingParams
 from compiled_attn.engine.sampler import SampleRequest, sample_requests
+from compiled_attn.engine.speculation import verify
 from compiled_attn.testing.fuzz import Operation, Settings, Trace, generate, run
 from compiled_attn.testing.fuzz.ours import Ours, choices
 
@@ -22,6 +23,16 @@ def test_hundreds_of_requests_pass():
     assert counts["requests"] >= 200 and not counts["refused"]
     happened = ("aborted", "preemptions", "evictions", "moves", "hits")
     assert all(counts[name] for name in happened)
+
+
+def test_drafts_are_accepted_in_part_and_change_no_token(monkeypatch):
+    counts = Counter()
+    for seed in range(8):
+        trace = generate(seed, Ours, 50)
+        assert run(trace, Ours(trace.settings, speculate="ngram:3"), counts) is None
+    assert counts["drafted"] > 1.2 * counts["accepted"] > 120 and counts["preemptions"]
+    monkeypatch.setattr(verify, "_matches", lambda rows, row, part: len(part.draft))
+    assert run(trace, Ours(trace.settings, speculate="ngram:3")).kind == "tokens"
 
 
 def keep_blocks(target):
