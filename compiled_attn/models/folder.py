@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_attn.errors import ModelError
-from compiled_attn.models.gguf_file import open_gguf
+from compiled_attn.models.gguf_file import fast_readers, open_gguf
 from graphs.installation import install_command
 from graphs.store.cache_folder import cache_folder
 
@@ -173,7 +173,8 @@ def _write(file: Path, folder: Path) -> None:
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     open_gguf(file)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars that no setting disables
+        # progress bars that no setting disables
+        with fast_readers(), contextlib.redirect_stderr(io.StringIO()):
             config = transformers.AutoConfig.from_pretrained(file.parent, **source)
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
             kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]

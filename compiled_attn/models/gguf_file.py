@@ -23,7 +23,7 @@ from compiled_attn.models.empty_model import EmptyWeights, empty_model
 from compiled_attn.models.gguf_blocks import FORMATS
 from compiled_attn.ops.quantised_linear import QuantisedWeight
 
-__all__ = ["load_gguf", "open_gguf"]
+__all__ = ["fast_readers", "load_gguf", "open_gguf"]
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 _ROWS_AT_ONCE = 2048  # bounds temporary memory
@@ -39,7 +39,7 @@ def open_gguf(file: Path) -> Any:
 
     tensor = ""
 
-    class Reader(gguf.GGUFReader):
+    class Reader(_fast_reader()):  # type: ignore[misc]
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type == gguf.GGUFValueType.ARRAY:
                 data: Any = self.data
@@ -77,6 +77,36 @@ def open_gguf(file: Path) -> Any:
                 f"{', '.join([*FORMATS, *_FLOATS])}: use a file of one of these"
             )
     return reader
+
+
+@contextmanager
+def fast_readers() -> Iterator[None]:
+    """Context in which transformers reads GGUF files in a third of the time."""
+    import gguf
+
+    before = gguf.GGUFReader
+    gguf.GGUFReader = _fast_reader()
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = before
+
+
+def _fast_reader() -> Any:
+    import gguf
+
+    class FastReader(gguf.GGUFReader):
+        """Slices a plain array, as each slice of a `numpy.memmap` runs Python code."""
+
+        @property
+        def data(self) -> NDArray[Any]:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: NDArray[Any]) -> None:
+            self._plain = np.asarray(mapped)  # keeps the mapping alive
+
+    return FastReader
 
 
 def load_gguf(file: Path, config: Any, dtype: torch.dtype, quantises: bool = True) -> nn.Module:
