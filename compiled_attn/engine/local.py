@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_attn.cache.defrag import BlockSwap
+from compiled_attn.cache.huge_pages import touched_later
 from compiled_attn.cache.slot_shadow import SlotShadow
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
@@ -96,10 +97,11 @@ class LocalExecutor:
         self.schedules_ahead = config.async_scheduling and model.device.type != "cpu"
         self.eos = eos_tokens(model)
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
-        self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
-        packed = packs(model, config, self.kernel)
-        self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
-        options = self._backend_options(model)
+        with touched_later():  # after the measurements of packing and oneDNN
+            self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
+            packed = packs(model, config, self.kernel)
+            self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
+            options = self._backend_options(model)
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"

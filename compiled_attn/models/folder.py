@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_attn.errors import ModelError
-from compiled_attn.models.gguf_header import open_gguf
+from compiled_attn.models.gguf_header import fast_readers, open_gguf
 from graphs.installation import install_command
 from graphs.store.cache_folder import cache_folder
 
@@ -174,7 +174,8 @@ def _write(file: Path, folder: Path) -> None:
     has_words = open_gguf(file).settings.get("tokenizer.ggml.model", "none") != "none"
     tokenizer: Any = None
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars that no setting disables
+        # progress bars that no setting disables
+        with fast_readers(), contextlib.redirect_stderr(io.StringIO()):
             config = transformers.AutoConfig.from_pretrained(file.parent, **source)
             if has_words:
                 tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)

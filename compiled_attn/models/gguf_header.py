@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from compiled_attn.errors import ModelError
 from compiled_attn.models.gguf_blocks import FORMATS
 
-__all__ = ["GGUFFile", "GGUFTensor", "open_gguf"]
+__all__ = ["GGUFFile", "GGUFTensor", "fast_readers", "open_gguf"]
 
 _FLOATS: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -83,6 +84,31 @@ def open_gguf(file: Path) -> GGUFFile:
         raise ModelError(
             f"model {file}: cannot be read: {error.strerror or error}: give a file that can be"
         ) from error
+
+
+@contextmanager
+def fast_readers() -> Iterator[None]:
+    """Context in which transformers reads GGUF files in a third of the time."""
+    import gguf
+
+    before = gguf.GGUFReader
+
+    class FastReader(before):  # type: ignore[misc, valid-type]
+        """Slices a plain array, as each slice of a `numpy.memmap` runs Python code."""
+
+        @property
+        def data(self) -> NDArray[Any]:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: NDArray[Any]) -> None:
+            self._plain = np.asarray(mapped)  # keeps the mapping alive
+
+    gguf.GGUFReader = FastReader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = before
 
 
 class _UnknownType(ValueError):

@@ -14,6 +14,7 @@ import gguf
 from transformers import AutoModelForCausalLM
 
 from compiled_attn.models import ModelError, load_model, plain_folder
+from compiled_attn.models.gguf_header import fast_readers
 from compiled_attn.models.packed import (
     dequantise_layers,
     packed_weights,
@@ -51,6 +52,24 @@ def test_weights_stay_in_the_bits_of_the_file(file, kind):
             module.int8_inputs = False
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_a_fast_reader_reads_what_the_plain_one_does(file):
+    write_gguf(file, kind="Q4_1")
+    reader = gguf.GGUFReader
+    plain = reader(file)
+    with pytest.raises(KeyError), fast_readers():
+        fast = gguf.GGUFReader(file)
+        raise KeyError
+    assert gguf.GGUFReader is reader
+    assert type(fast.data) is np.ndarray and fast.fields.keys() == plain.fields.keys()
+    for name, field in plain.fields.items():
+        other = fast.fields[name]
+        assert (other.types, other.data) == (field.types, field.data)
+        assert [part.tolist() for part in other.parts] == [part.tolist() for part in field.parts]
+    for one, other in zip(fast.tensors, plain.tensors, strict=True):
+        assert (one.name, one.tensor_type) == (other.name, other.tensor_type)
+        np.testing.assert_array_equal(one.data, other.data)
 
 
 def test_layers_can_be_made_plain(file):
