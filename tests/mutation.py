@@ -2,6 +2,7 @@
 
     python tests/mutation.py [PATH ..]  # files of mutation.toml whose path contains one of these
     python tests/mutation.py --target corruption  # only what the fuzzer and the sanitizer must find
+    python tests/mutation.py --keys FILE  # only the mutants whose keys are lines of a file
 
 Mutants live in a copy of the tree. One process imports torch and pytest once and forks for each
 mutant; the child writes the changed file, then runs the tests of that file until one fails.
@@ -133,7 +134,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 
 def sample(
-    file: str, skipped: list[str], count: int, seed: int, scopes: list[str] | None = None
+    file: str, skipped: list[str], count: int | None, seed: int, scopes: list[str] | None = None
 ) -> list[Mutant]:
     """Samples by a hash of the key: after a change elsewhere in the file it is the same sample.
 
@@ -259,10 +260,13 @@ def main() -> int:
     parser.add_argument("--target", help="only targets whose name begins so; default: `make` ones")
     parser.add_argument("--mutants", type=int, default=12, help="per file")
     parser.add_argument("--seed", type=int, default=0, help="samples other mutants")
+    parser.add_argument("--keys", type=Path, help="only mutants whose keys are lines of this file")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
+    keys = None if options.keys is None else {*options.keys.read_text().splitlines()}
     settings = tomllib.loads((ROOT / "tests/mutation.toml").read_text())
     plan, explained = [], {*settings["equivalent"]}
+    count = None if keys else options.mutants
     for name, target in settings["target"].items():
         is_chosen = name.startswith(options.target) if options.target else "scopes" not in target
         paths, scopes = options.paths or [""], target.get("scopes", {})
@@ -270,12 +274,14 @@ def main() -> int:
         if not (is_chosen and files):
             continue
         sampled = [
-            sample(f, settings["skipped"], options.mutants, options.seed, scopes.get(f))
-            for f in files
+            sample(f, settings["skipped"], count, options.seed, scopes.get(f)) for f in files
         ]
         by_hand = [each for each in target.get("by_hand", ()) if each["file"] in files]
         mutants = [*(changed_by_hand(**each) for each in by_hand), *chain.from_iterable(sampled)]
-        plan.append((target["tests"], mutants))
+        if keys is not None:
+            mutants = [mutant for mutant in mutants if mutant.key in keys]
+        if mutants:
+            plan.append((target["tests"], mutants))
         explained |= {*target.get("harmless", ())}
     sys.stdout.reconfigure(line_buffering=True)
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCH_WARM_POOL="0")

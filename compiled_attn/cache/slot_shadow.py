@@ -20,6 +20,7 @@ from torch import Tensor, nn
 __all__ = [
     "FIELDS",
     "FINE",
+    "NOT_CALLED",
     "ExpectedStep",
     "LayerShadow",
     "SlotShadow",
@@ -30,6 +31,9 @@ __all__ = [
 
 FINE = 1 << 62
 """Stands for "no error" in an error record."""
+
+NOT_CALLED = FINE - 1
+"""Slot in the error record of a layer that no call of the step has used."""
 
 FIELDS = 8
 """Integers of an error record."""
@@ -151,6 +155,8 @@ class SlotShadow(nn.Module):
             put(name, getattr(step, name))
         self.get_buffer("logits").fill_(logits)
         self.error(self.layers + 1).fill_(FINE)
+        for layer in range(self.layers):
+            self.error(layer)[1] = NOT_CALLED
         if len(step.changed_rows):
             at, positions, tags = (torch.from_numpy(each).to(device) for each in step[-3:])
             self.get_buffer("expected").index_put_((at, positions), tags.int())

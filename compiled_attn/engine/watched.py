@@ -79,7 +79,7 @@ class StepWatch:
     def after(self) -> None:
         """Raises CorruptCache if the step read or wrote a wrong slot; waits for the step."""
         try:
-            self._ledger.check()
+            self._ledger.check(used=True)
         except CorruptCache:
             self._clean[1:] = False  # it may have written to any block
             raise

@@ -84,7 +84,7 @@ def kv_sanitizer(watched: Any, **sizes: Any) -> Iterator[Any]:
             )
         tensors = TensorWatch(watched, **{"num_blocks": None} | given)
         yield tensors
-        tensors.check()
+        tensors.check(is_over=True)
         return
     if watched.shadow is not None:
         raise ValueError(
@@ -93,6 +93,6 @@ def kv_sanitizer(watched: Any, **sizes: Any) -> Iterator[Any]:
     cache = CacheWatch(watched, **given)
     try:
         yield cache
-        cache.check()
+        cache.check(is_over=True)
     finally:
         watched.set_shadow(None)

@@ -81,7 +81,7 @@ class CacheWatch:
             CorruptCache: an earlier call read or wrote a wrong slot, or two tokens have one slot.
             ValueError: more requests than ``max_requests``, too few blocks, or the null block 0.
         """
-        self.check()
+        self.check(is_over=True)
         for part in parts:
             if 0 in part.blocks:
                 raise ValueError(
@@ -93,10 +93,15 @@ class CacheWatch:
         self._ledger.step += 1
         self._ledger.begin(parts)
 
-    def check(self) -> None:
-        """Raises CorruptCache if a call since the last `step` read or wrote a wrong slot."""
+    def check(self, *, is_over: bool = False) -> None:
+        """Raises CorruptCache if a call since the last `step` read or wrote a wrong slot.
+
+        Args:
+            is_over: all calls of the step were made; so each layer that wrapped kernels wrote must
+                have been read, unless none was.
+        """
         if self._ledger.step:
-            self._ledger.check()
+            self._ledger.check(written=is_over)
 
     def free(self, blocks: Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Marks blocks as free: fills them with NaN, and makes reading them an error."""

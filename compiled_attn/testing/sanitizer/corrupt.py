@@ -14,6 +14,7 @@ KINDS = {
     "shared_write": "a block that several requests hold: copy it before writing",
     "two_writers": "a slot of another token: give each token a slot of its own",
     "stale_table": "metadata of another step: update all inputs of a graph before each replay",
+    "wrong_layer": "the cache of another layer",
     "padding_write": "a write of a padded token outside of null block 0",
 }
 """Kinds of corruption, and what each means."""

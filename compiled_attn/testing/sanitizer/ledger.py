@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.cache.slot_shadow import FINE, ExpectedStep, SlotShadow
+from compiled_attn.cache.slot_shadow import FINE, NOT_CALLED, ExpectedStep, SlotShadow
 from compiled_attn.testing.sanitizer.corrupt import CorruptCache
 from compiled_attn.testing.sanitizer.lineage import Lineage
 
@@ -125,11 +125,19 @@ class Ledger:
         expected = ExpectedStep._make([*arrays[:6], slots, total, *arrays[6:]])
         self._shadow.fill(expected, logits)
 
-    def check(self) -> None:
-        """Raises CorruptCache if the step found an error."""
+    def check(self, *, used: bool = False, written: bool = False) -> None:
+        """Raises CorruptCache if the step found an error.
+
+        ``used``: the step is over and used every layer; ``written``: it is over, and if it read a
+        layer, it read all that it wrote.
+        """
         errors = self._shadow.errors().numpy()
         step, layers = errors[-1, :5], errors[:-1]
         if (step == FINE).all() and (layers[:, [0, 3]] == FINE).all():
+            called = errors[: self._shadow.layers, 1] != NOT_CALLED
+            if used or written:
+                reads = called[self._calls - 1 :: self._calls]
+                self._refuse_unread(reads, called[:: self._calls] | used)
             return
         self._shadow.reset()
         if (step[:4] != FINE).any():
@@ -142,6 +150,17 @@ class Ledger:
                 self._explain_read(number, *map(int, error[4:8]))
         self._reread()
         self._explain_step(step)
+
+    def _refuse_unread(self, reads: NDArray[np.bool_], expected: NDArray[np.bool_]) -> None:
+        unread = np.flatnonzero(expected & ~reads)
+        if len(unread) and reads.any():
+            self._shadow.reset()
+            self.raise_for(
+                "wrong_layer",
+                "does not read the layer, but only other ones",
+                request=self._parts[0].request,
+                layer=int(unread[0]),
+            )
 
     def raise_for(self, kind: str, did: str, **places: Any) -> NoReturn:
         """Raises CorruptCache for what the host has found by itself."""

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from compiled_attn.engine import SamplingParams
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.models.hf.attention import PagedStep
 from compiled_attn.testing import CorruptCache
 from compiled_attn.testing.sanitizer import KINDS
-from tests.compiled_attn.engine.small import greedy, plain, prompts_of, small_engine
+from tests.compiled_attn.engine.small import SIZES, greedy, plain, prompts_of, small_engine
 from tests.compiled_attn.testing.sanitizer.faults import FAULTS
 from tests.compiled_attn.tiny import tiny_model
 from tests.slow import slow_but
@@ -48,3 +49,20 @@ def test_each_kind_is_found_at_once(kernel: str, backend: str, expected: list[li
             engine.abort(each)
         engine.take_events()
     assert greedy(engine, PROMPTS[:2], 3) == expected
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+def test_a_layer_that_uses_the_cache_of_another_one_is_found(
+    kernel: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {**SIZES, "kernel": kernel, "backend": backend, "max_graphs": 1}
+    engine = Engine(tiny_model(), EngineConfig(**settings, sanitize=True))
+    of_layer = PagedStep.of_layer
+    # After the trial of the model, which refuses it.
+    monkeypatch.setattr(PagedStep, "of_layer", lambda step, layer: of_layer(step, 0))
+    engine.warmup()
+    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=2))
+    with pytest.raises(CorruptCache) as found:
+        engine.step()
+    assert (found.value.kind, found.value.layer, found.value.step) == ("wrong_layer", 1, 1)

@@ -98,6 +98,30 @@ def test_prompts_and_decodes_apart_are_steps_of_their_own_in_each_layer(wrong):
     assert (found.value.request, found.value.layer, found.value.block) == ("b", wrong, 6)
 
 
+@pytest.mark.parametrize(("read_by", "wrong"), [
+    ((0, 1, 2), None), ((0, 0, 2), 1), ((0, 1, 0), 2), ((), None),
+])  # fmt: skip
+def test_attention_that_reads_the_cache_of_another_layer_is_found(read_by, wrong):
+    layers, new = torch.zeros(3, 8, 4, 2, 8), torch.zeros(3, 2, 8)
+    with kv_sanitizer([*layers], block_size=4) as watch:
+        write, read = watch.wrap(store), watch.wrap(attend)
+        for step in range(2):
+            watch.step([StepTokens("a", range(4), 3 * step, 3 - 2 * step, [5])])
+            for layer, keys in enumerate(layers):
+                slots = torch.arange(20, 23) if step == 0 else torch.tensor([23])
+                write(new[: len(slots)], keys, slots)
+                if read_by:
+                    # The slots are right, and have the same tags in each layer.
+                    of = layer if step == 0 else read_by[layer]
+                    read(new, layers[of], torch.tensor([3 + step]), torch.tensor([[5]]))
+        watch.check()  # there could be more calls
+        with nullcontext() if wrong is None else pytest.raises(CorruptCache) as found:
+            watch.step([StepTokens("b", [7], 0, 1, [6])])
+    if wrong is not None:
+        assert (found.value.kind, found.value.layer) == ("wrong_layer", wrong)
+        assert (found.value.step, found.value.request) == (2, "a")
+
+
 def test_a_call_that_cannot_be_checked_is_refused():
     keys, query = torch.zeros(8, 4, 2, 8), torch.zeros(1, 2, 8)
     with kv_sanitizer([keys], block_size=4) as watch:
