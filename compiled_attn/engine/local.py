@@ -238,8 +238,10 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Frees the graphs; the executor cannot be used afterwards. A second call does nothing."""
-        for each in (self.graphs, *self._steps.others, *self.others):
-            each.close()
+        for graphs in (self.graphs, *self._steps.others):
+            graphs.close()
+        for other in self.others:
+            other.close()
         self.copies.close()
         self._store.close()
 

@@ -104,11 +104,11 @@ def fast_readers() -> Iterator[None]:
         def data(self, mapped: NDArray[Any]) -> None:
             self._plain = np.asarray(mapped)  # keeps the mapping alive
 
-    gguf.GGUFReader = FastReader
+    gguf.GGUFReader = FastReader  # type: ignore[misc]
     try:
         yield
     finally:
-        gguf.GGUFReader = before
+        gguf.GGUFReader = before  # type: ignore[misc]
 
 
 class _UnknownType(ValueError):
