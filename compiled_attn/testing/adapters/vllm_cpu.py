@@ -111,7 +111,7 @@ def _attend(
     blocks, size, kv_heads, dim = key_cache.shape
     isa = backend._get_attn_isa(query.dtype, size, dim, kv_cache_dtype)
     if isa == "amx":  # Linux kills a process that uses tiles without asking; oneDNN asks for vLLM
-        torch.cpu._init_amx()  # type: ignore[no-untyped-call]
+        torch.cpu._init_amx()
     # Per block and head, keys come before values.
     stored = query.dtype if kv_cache_dtype == "auto" else torch.uint8
     cache = torch.zeros(blocks, kv_heads, 2 * size, dim, dtype=stored)
