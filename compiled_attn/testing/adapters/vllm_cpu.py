@@ -110,8 +110,10 @@ def _attend(
     backend = package("vllm.v1.attention.backends.cpu_attn", _INSTALL)
     blocks, size, kv_heads, dim = key_cache.shape
     isa = backend._get_attn_isa(query.dtype, size, dim, kv_cache_dtype)
-    if isa == "amx":  # Linux kills a process that uses tiles without asking; oneDNN asks for vLLM
-        torch.cpu._init_amx()
+    if isa == "amx":
+        # Linux kills a process that uses tiles without asking; as in vLLM, oneDNN asks for them.
+        tile = torch.ones(64, 64, dtype=torch.bfloat16)
+        torch.mm(tile, tile)
     # Per block and head, keys come before values.
     stored = query.dtype if kv_cache_dtype == "auto" else torch.uint8
     cache = torch.zeros(blocks, kv_heads, 2 * size, dim, dtype=stored)
