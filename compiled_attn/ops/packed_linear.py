@@ -11,7 +11,8 @@ the memory ("bf16-widen"): results have the same bits (with AMX, the same but fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
-    "BITS_OF", "Packing", "arrange", "as_int4", "as_int8", "as_packed", "can_pack", "check_swiglu",
-    "fake", "fake_all", "fake_rows", "fake_swiglu", "fits_bf16", "is_packed", "pack", "pack_bf16",
-    "reference", "reference_all", "reference_swiglu", "rows", "unpack",
+    "BITS_OF", "EXACT_INPUTS", "Packing", "arrange", "as_packed", "as_rounded", "can_pack",
+    "check_swiglu", "fake", "fake_all", "fake_rows", "fake_swiglu", "fits_bf16", "is_packed",
+    "pack", "pack_bf16", "reference", "reference_all", "reference_swiglu", "rows", "unpack",
 ]  # fmt: skip
 
 _PANEL = 16
@@ -31,12 +32,15 @@ _ROWS_AT_ONCE = 1024  # bounds temporary memory
 # Adjacent inputs of an output.
 _GROUP = {torch.bfloat16: 2, torch.int16: 2, torch.float32: 1}
 
-Packing = Literal["packed", "bf16-widen", "int4", "int8"]
+Packing = Literal["packed", "bf16-widen", "int4", "int8", "w4a16", "w8a16"]
 """How a weight is stored: in its dtype, as bfloat16 widened to float32 when read, or rounded to the
 nearest of 4 or 8 bits (`compiled_attn.ops.quantised_linear.quantise`)."""
 
-BITS_OF: Mapping[str, int] = MappingProxyType({"int4": 4, "int8": 8})
+BITS_OF: Mapping[str, int] = MappingProxyType({"int4": 4, "int8": 8, "w4a16": 4, "w8a16": 8})
 """Bits of the packings that round."""
+
+EXACT_INPUTS = frozenset({"w4a16", "w8a16"})
+"""Those that multiply inputs as they are; the others round them to int8, as llama.cpp does."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -64,14 +68,10 @@ def as_packed(weight: Tensor) -> Packing | None:
     return "packed" if can_pack(weight) else None
 
 
-def as_int8(weight: Tensor) -> Packing | None:
-    """Selects 8 bits for all weights that can be packed."""
-    return "int8" if can_pack(weight) else None
-
-
-def as_int4(weight: Tensor) -> Packing | None:
-    """Selects 4 bits for all weights that can be packed."""
-    return "int4" if can_pack(weight) else None
+@cache
+def as_rounded(packing: Packing) -> Callable[[Tensor], Packing | None]:
+    """Returns what selects one of `BITS_OF` for all weights that can be packed."""
+    return lambda weight: packing if can_pack(weight) else None
 
 
 def is_packed(weight: Tensor) -> bool:
