@@ -1,13 +1,12 @@
-"""Linear layers: plain weights, packed by oneDNN, packed for our op, fused, in int8, as bf16-widen.
+"""Linear layers: plain weights, packed by oneDNN, packed for our op, fused, as bf16-widen.
 
     python benchmarks/packed_linear.py [--dtype float32] [--threads 1] [--rows 1,4,16,64,256]
 
 The layers of SmolLM2-135M: thirty times QKV, output, gate and up, down, and its head. Fused, QKV
-are one call of our op, gate and up one, as in an engine's graphs; in int8 they are apart. Weights
-are cold (212 MB of layers in bfloat16, read one after the other). One process, interleaved,
-medians; a figure is the speed over plain weights, as torch's linear has them. In float32 that is
-MKL's, oneDNN takes plain weights too, and there is no int8; weights are exact in bfloat16, and
-bf16-widen: their upper 16 bits, fused.
+are one call of our op, gate and up one, as in an engine's graphs. Weights are cold (212 MB of
+layers in bfloat16, read one after the other). One process, interleaved, medians; a figure is the
+speed over plain weights, as torch's linear has them. In float32 that is MKL's, and oneDNN takes
+plain weights too; weights are exact in bfloat16, and bf16-widen: their upper 16 bits, fused.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ def calls(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) ->
             reordered = [[reorder(weight, rows) for weight in g] for g in weights]
         found["oneDNN"] = run(reordered, lambda x, w: pointwise(x, w, None, "none", [], ""))
     found |= {"ours": run(ours, ops.packed_linear), "fused": fused(ours)}
-    if dtype is torch.bfloat16:
-        codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
-        found["int8"] = run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1]))
-    else:
+    if dtype is torch.float32:
         found["bf16-widen"] = fused(
             [[packed_linear.pack_bf16(weight) for weight in g] for g in weights]
         )
@@ -87,7 +83,7 @@ def main() -> None:
     on = f"{options.threads} threads, torch {torch.__version__}, op {load().isa}"
     print(f"# {options.dtype}, {on}, cold")
     others = ["oneDNN"] if has_onednn(dtype) else []
-    others += ["ours", "fused", "int8" if dtype is torch.bfloat16 else "bf16-widen"]
+    others += ["ours", "fused", *["bf16-widen"] * (dtype is torch.float32)]
     names = "".join(f"{name:>8}" for name in others)
     print(f"{'':8}{'rows':>5}{'plain, ms':>11}{names}   (speed over plain)")
     with torch.no_grad():

@@ -28,7 +28,7 @@ _UNITS = {"": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+(?= *[a-z]))?) *([a-z]*)", re.IGNORECASE)
-_WEIGHTS = ("auto", "packed", "plain", "int8", "int4")
+_WEIGHTS = ("auto", "packed", "plain", "int8", "int4", "w8a16", "w4a16")
 
 
 def byte_size(name: str, size: int | str) -> int:
@@ -126,9 +126,10 @@ class EngineConfig:
         "auto",
         "Linear layers of bfloat16 and float32 on the native kernel: packed (in place, in the "
         "order in which they are read), plain, int8 or int4 (rounded to the nearest of 8 or 4 "
-        "bits, with a scale for an output or for 32 of its inputs), or auto: packed where that was "
-        "measured to be faster, and float32 weights that bfloat16 holds exactly in 16 bits where "
-        "that is faster still.",
+        "bits, with a scale for an output or for 32 of its inputs; inputs are rounded to int8, "
+        "with a scale for 32 of a row), w8a16 or w4a16 (the same weights, exact inputs), or auto: "
+        "packed where that was measured to be faster, and float32 weights that bfloat16 holds "
+        "exactly in 16 bits where that is faster still.",
     )
     async_scheduling: bool = setting(
         True,

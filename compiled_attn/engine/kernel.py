@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import LAYOUTS, LayoutType
 from compiled_attn.models.packed import packable, packed_weights, quantised_formats, widened_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
-from compiled_attn.ops.packed_linear import BITS_OF, Packing, as_int4, as_int8, as_packed
+from compiled_attn.ops.packed_linear import BITS_OF, Packing, as_packed, as_rounded
 from compiled_attn.ops.tuning import tuning
 from compiled_attn.step import PartsLayout, TableLayout
 
@@ -106,7 +106,7 @@ def packs(
             f"weights {weights!r} are for the native kernel, got {kernel.name} "
             f"({kernel.notes['native']}): choose weights 'auto' or 'plain'"
         )
-    packing = {"int4": as_int4, "int8": as_int8}.get(weights, as_packed)
+    packing = as_rounded(cast(Packing, weights)) if weights in BITS_OF else as_packed
     if is_required and not any(map(packing, packable(model))) and not packed:
         raise ConfigError(
             "expected weights of bfloat16 or float32 that can be packed (weights "

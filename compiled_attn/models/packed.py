@@ -25,7 +25,7 @@ from compiled_attn.models.quantised_layers import (
     QuantisedLinear,
 )
 from compiled_attn.ops import packed_linear
-from compiled_attn.ops.packed_linear import BITS_OF, Packing
+from compiled_attn.ops.packed_linear import BITS_OF, EXACT_INPUTS, Packing
 from compiled_attn.ops.quantised_linear import quantise
 
 __all__ = [
@@ -240,7 +240,9 @@ def _store(
     undo.callback(parameter.requires_grad_, parameter.requires_grad)
     parameter.requires_grad_(False)
     trap.hide(parameter)
-    return (packed, trap, packing) if packing in BITS_OF else (packed, trap)
+    if packing in BITS_OF:
+        return packed, trap, packing, packing not in EXACT_INPUTS
+    return packed, trap
 
 
 def _unpack(parameter: Parameter) -> None:

@@ -30,7 +30,7 @@ class FuseLinears(CustomGraphPass):
     """Replaces ``packed_linear`` calls of one input by ``packed_linears`` or ``packed_swiglu``.
 
     The same for ``quantised_linear``. Requires that weights, biases and scales are inputs of the
-    graph, that weights have one dtype, and that all or none of the calls have a bias, and a scale.
+    graph, that weights have one dtype, and that all or none of the calls have a bias.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -74,7 +74,7 @@ def _kinds() -> Mapping[Any, _Kind]:
     quantised = ("codes", "scales", "steps", "bias", "int8_inputs")
     return {
         ops.packed_linear.default: _Kind(
-            ("weight", "bias", "scale"), 0, ops.packed_linears.default, ops.packed_swiglu.default
+            ("weight", "bias"), 0, ops.packed_linears.default, ops.packed_swiglu.default
         ),
         ops.quantised_linear.default: _Kind(
             quantised, 1, ops.quantised_linears.default, ops.quantised_swiglu.default

@@ -11,7 +11,8 @@ the memory ("bf16-widen"): results have the same bits (with AMX, the same but fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,24 +21,26 @@ from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
-    "BITS_OF", "Packing", "arrange", "as_int4", "as_int8", "as_packed", "can_pack", "check_swiglu",
-    "fake", "fake_all", "fake_rows", "fake_swiglu", "fits_bf16", "is_packed", "pack", "pack_bf16",
-    "quantise", "reference", "reference_all", "reference_swiglu", "rows", "unpack",
+    "BITS_OF", "EXACT_INPUTS", "Packing", "arrange", "as_packed", "as_rounded", "can_pack",
+    "check_swiglu", "fake", "fake_all", "fake_rows", "fake_swiglu", "fits_bf16", "is_packed",
+    "pack", "pack_bf16", "reference", "reference_all", "reference_swiglu", "rows", "unpack",
 ]  # fmt: skip
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
 _ROWS_AT_ONCE = 1024  # bounds temporary memory
-_MAX_CODE = 127.0
 # Adjacent inputs of an output.
-_GROUP = {torch.bfloat16: 2, torch.int8: 2, torch.int16: 2, torch.float32: 1}
+_GROUP = {torch.bfloat16: 2, torch.int16: 2, torch.float32: 1}
 
-Packing = Literal["packed", "bf16-widen", "int4", "int8"]
+Packing = Literal["packed", "bf16-widen", "int4", "int8", "w4a16", "w8a16"]
 """How a weight is stored: in its dtype, as bfloat16 widened to float32 when read, or rounded to the
 nearest of 4 or 8 bits (`compiled_attn.ops.quantised_linear.quantise`)."""
 
-BITS_OF: Mapping[str, int] = MappingProxyType({"int4": 4, "int8": 8})
+BITS_OF: Mapping[str, int] = MappingProxyType({"int4": 4, "int8": 8, "w4a16": 4, "w8a16": 8})
 """Bits of the packings that round."""
+
+EXACT_INPUTS = frozenset({"w4a16", "w8a16"})
+"""Those that multiply inputs as they are; the others round them to int8, as llama.cpp does."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -65,14 +68,10 @@ def as_packed(weight: Tensor) -> Packing | None:
     return "packed" if can_pack(weight) else None
 
 
-def as_int8(weight: Tensor) -> Packing | None:
-    """Selects 8 bits for all weights that can be packed."""
-    return "int8" if can_pack(weight) else None
-
-
-def as_int4(weight: Tensor) -> Packing | None:
-    """Selects 4 bits for all weights that can be packed."""
-    return "int4" if can_pack(weight) else None
+@cache
+def as_rounded(packing: Packing) -> Callable[[Tensor], Packing | None]:
+    """Returns what selects one of `BITS_OF` for all weights that can be packed."""
+    return lambda weight: packing if can_pack(weight) else None
 
 
 def is_packed(weight: Tensor) -> bool:
@@ -117,16 +116,8 @@ def arrange(weight: Tensor, group: int) -> Tensor:
     return tiles.transpose(1, 2).contiguous()
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Packs ``weight [N, K]`` as symmetric int8 ``[N / 16, K / 2, 16, 2]`` and ``scale [N]``."""
-    wide = weight.float()
-    scale = wide.abs().amax(1) / _MAX_CODE
-    codes = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
-    return arrange(codes.to(torch.int8), _GROUP[torch.int8]), scale
-
-
 def unpack(weight: Tensor) -> Tensor:
-    """Restores ``[N, K]`` from a packed weight: float32 from bf16-widen, codes from int8."""
+    """Restores ``[N, K]`` from a packed weight: float32 from bf16-widen."""
     panels, groups, _, group = weight.shape
     return _widen(weight.transpose(1, 2).reshape(panels * _PANEL, group * groups))
 
@@ -141,24 +132,18 @@ def rows(weight: Tensor, ids: Tensor) -> Tensor:
     return _widen(weight[ids // _PANEL, :, ids % _PANEL].flatten(-2))
 
 
-def reference(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
-    """Computes ``(input @ unpack(weight).T) * scale + bias`` in float32, rounded once.
+def reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes ``input @ unpack(weight).T + bias`` in float32, rounded once.
 
     Args:
         input: ``[M, K]`` bfloat16 or float32, rows of any stride.
-        weight: from `pack` in the same dtype, from `quantise` for bfloat16 inputs, or from
-            `pack_bf16` for float32 inputs.
+        weight: from `pack` in the same dtype, or from `pack_bf16` for float32 inputs.
         bias: ``[N]`` in the input's dtype.
-        scale: ``[N]`` float32 from `quantise`, else None.
 
     Returns:
         ``[M, N]`` in the input's dtype.
     """
     sums = functional.linear(input.float(), unpack(weight).float())
-    if scale is not None:
-        sums = sums * scale
     if bias is not None:
         sums = sums + bias.float()
     return sums.to(input.dtype)
@@ -170,11 +155,10 @@ def fake(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def reference_all(
-    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> list[Tensor]:
-    """`reference` for each layer; ``biases`` and ``scales``: one per layer, or none."""
-    none = [None] * len(weights)
-    layers = zip(weights, biases or none, scales or none, strict=True)
+    """`reference` for each layer; ``biases``: one per layer, or none."""
+    layers = zip(weights, biases or [None] * len(weights), strict=True)
     return [reference(input, *layer) for layer in layers]
 
 
@@ -183,16 +167,14 @@ def fake_all(input: Tensor, weights: Sequence[Tensor], *_: Sequence[Tensor]) -> 
     return [fake(input, weight) for weight in weights]
 
 
-def reference_swiglu(
-    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
-) -> Tensor:
+def reference_swiglu(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """``silu(gate) * up`` (SwiGLU, Shazeer 2020), rounded once more.
 
     Raises:
         ValueError: not two layers, or different numbers of outputs.
     """
     check_swiglu("packed_swiglu", weights)
-    gate, up = reference_all(input, weights, biases, scales)
+    gate, up = reference_all(input, weights, biases)
     return (functional.silu(gate.float()) * up.float()).to(input.dtype)
 
 

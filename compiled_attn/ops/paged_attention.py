@@ -80,29 +80,21 @@ class NativeOps:
         out, lse = call_op(self._ops.paged_attention_, *args, **kwargs)
         return out, lse
 
-    def packed_linear(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        scale: Tensor | None = None,
-    ) -> Tensor:
+    def packed_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `packed_linear.reference`."""
-        result: Tensor = self._ops.packed_linear(input, weight, bias, scale)
+        result: Tensor = self._ops.packed_linear(input, weight, bias)
         return result
 
     def packed_linears(
-        self, input: Tensor, weights: _Tensors, biases: _Tensors = (), scales: _Tensors = ()
+        self, input: Tensor, weights: _Tensors, biases: _Tensors = ()
     ) -> list[Tensor]:
         """See `packed_linear.reference_all`."""
-        results: list[Tensor] = self._ops.packed_linears(input, weights, biases, scales)
+        results: list[Tensor] = self._ops.packed_linears(input, weights, biases)
         return results
 
-    def packed_swiglu(
-        self, input: Tensor, weights: _Tensors, biases: _Tensors = (), scales: _Tensors = ()
-    ) -> Tensor:
+    def packed_swiglu(self, input: Tensor, weights: _Tensors, biases: _Tensors = ()) -> Tensor:
         """See `packed_linear.reference_swiglu`."""
-        result: Tensor = self._ops.packed_swiglu(input, weights, biases, scales)
+        result: Tensor = self._ops.packed_swiglu(input, weights, biases)
         return result
 
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ group of inputs. Codes are unsigned; where a format has no minimum, the middle o
 Panels are 16 outputs, blocks 32 inputs; see ``csrc/linear/quantised_codes.h`` for the order of the
 bits. Products with codes are exact: a group's sum is scaled once, in float32, in either mode:
 
-- ``w4a16``: inputs are multiplied as they are.
-- ``w4a8``: inputs are first rounded to int8, with a scale for each row and block.
+- exact inputs (``w4a16``, ``w8a16``): inputs are multiplied as they are.
+- int8 inputs (``w4a8``, ``w8a8``): inputs are first rounded to int8, with a scale for each row and
+  block. Sums of a group are exact integers, so all kernels give the same bits.
 """
 
 from __future__ import annotations

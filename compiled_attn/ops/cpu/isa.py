@@ -21,7 +21,7 @@ _AVX2 = ("avx2", "fma", "f16c")
 
 ISAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "amx_bf16": (*_AVX512, *_AVX2, *_AVX512_BF16, "amx_tile", "amx_bf16"),
+        "amx_bf16": (*_AVX512, *_AVX2, *_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
         "avx512_bf16": (*_AVX512, *_AVX2, *_AVX512_BF16),
         "avx512": (*_AVX512, *_AVX2),
         "avx2": _AVX2,

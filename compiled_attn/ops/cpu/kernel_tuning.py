@@ -54,7 +54,7 @@ class KernelTuning:
         prefetch: cache of `CACHES` that keys and values are prefetched to.
         prefetch_kib: prefetch distance in KiB.
         linear_prefetch, linear_prefetch_once: the cache for weights read once per block of rows, or
-            once only. AMX and int8 weights always use L2.
+            once only. AMX and quantised weights always use L2.
         linear_bf16_weights: dot products of float32 inputs with bfloat16 weights, see
             `bf16_weight_dot_kinds`.
     """

@@ -183,7 +183,7 @@ def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weigh
             _engine(model, weights="packed", backend="eager")
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "w4a16"])
 def test_rounded_weights_are_reported_and_reused_by_engines_of_the_same(weights):
     model = tiny_model("llama", num_hidden_layers=1)
     prompts = prompts_of(3)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compiled_attn.ops import load, packed_linear
+from compiled_attn.ops.packed_linear import BITS_OF
 
 IDS = torch.tensor([[3, 17, 47], [0, 16, 31]])
 
@@ -72,15 +73,18 @@ class Kind:
     @property
     def bits(self) -> int:
         """Bits of rounded weights; 0: exact ones."""
-        return {packed_linear.as_int8: 8, packed_linear.as_int4: 4}.get(self.packing, 0)
+        each = {packed_linear.as_rounded(name): bits for name, bits in BITS_OF.items()}
+        return each.get(self.packing, 0)
 
 
 KINDS = {
     "packed": Kind(torch.bfloat16, packed_linear.as_packed),
     "float32": Kind(torch.float32, packed_linear.as_packed),
     "bf16-widen": Kind(torch.float32, as_bf16_widen),
-    "int8": Kind(torch.bfloat16, packed_linear.as_int8),
-    "int4": Kind(torch.float32, packed_linear.as_int4),
+    "int8": Kind(torch.bfloat16, packed_linear.as_rounded("int8")),
+    "w8a16": Kind(torch.bfloat16, packed_linear.as_rounded("w8a16")),
+    "int4": Kind(torch.float32, packed_linear.as_rounded("int4")),
+    "w4a16": Kind(torch.float32, packed_linear.as_rounded("w4a16")),
 }
 
 

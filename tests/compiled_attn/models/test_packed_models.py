@@ -121,6 +121,6 @@ def test_a_model_that_does_not_tolerate_int8_is_refused_and_left_unchanged(monke
     state = state_of(model)
     monkeypatch.setattr(packed, "quantise", lambda weight, bits: quantise(-weight, bits))
     with pytest.raises(ModelRefused, match="tolerates quantised weights"):
-        PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_int8)
+        PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_rounded("int8"))
     assert_state(model, state)
     assert not packed_weights(model)

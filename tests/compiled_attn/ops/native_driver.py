@@ -64,7 +64,7 @@ def main(isa: str, tiles: str) -> None:
     kernel_tuning.apply(ops.build.library, tuning)
     for rows, sizes, kind in product(ROWS, SIZES, ("bfloat16", "float32", "bf16-widen")):
         input, weight, bias = layer(rows, *sizes, kind=kind)
-        packed, _ = packed_as(kind, weight)
+        packed = packed_as(kind, weight)
         assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
         gate, up = (each.double() for each in ops.packed_linears(input, [packed] * 2))
         gated = ops.packed_swiglu(input, [packed] * 2).double()

@@ -32,19 +32,12 @@ def layer(
     return input, weight.bfloat16().float() if kind == "bf16-widen" else weight, bias
 
 
-KINDS = ["bfloat16", "int8", "float32", "bf16-widen"]
+KINDS = ["bfloat16", "float32", "bf16-widen"]
 
 
-def packed_as(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight packed, and its scale."""
-    if kind == "int8":
-        return packed_linear.quantise(weight)
-    return (packed_linear.pack_bf16 if kind == "bf16-widen" else packed_linear.pack)(weight), None
-
-
-def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight ``[N, K]`` that packed codes stand for, in float64."""
-    return codes.permute(0, 2, 1, 3).flatten(2).flatten(0, 1).double() * scale.double()[:, None]
+def packed_as(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight packed."""
+    return (packed_linear.pack_bf16 if kind == "bf16-widen" else packed_linear.pack)(weight)
 
 
 def assert_product(out, input, weight, bias=None) -> None:

@@ -14,14 +14,14 @@ def test_the_registers_give_the_bits_of_plain_tiles():
     if AMX not in available_isas():
         pytest.skip("this processor has no AMX")
     both = loaded(AMX), loaded(WITHOUT_AMX, plain_tiles=True)
-    for kind in ("bfloat16", "int8", "bf16-widen"):
+    for kind in ("bfloat16", "bf16-widen"):
         for rows in ROWS:
             input, weight, bias = layer(rows, 80, 96, seed=rows, kind=kind)
-            packed, scale = packed_as(kind, weight)
+            packed = packed_as(kind, weight)
             outs = []
             for each in both:
                 with tuned(each, linear="amx", linear_bf16_weights="amx"):
-                    outs.append(each.packed_linear(input, packed, bias, scale))
+                    outs.append(each.packed_linear(input, packed, bias))
             assert torch.equal(*outs)
 
 
@@ -39,11 +39,8 @@ BAD = [
     ("linear", {"weight": torch.zeros(2, 64, 16, 1).short()}, r".*weight: \[any, any, 16, 2\]"),
     ("linear", {"bias": torch.zeros(16).bfloat16()}, r".*bias: \[32\], got \[16\]"),
     ("linear", {"weight": WEIGHT.char()}, ".*weight: BFloat16, got Char"),
-    ("linear", {"scale": torch.ones(32)}, ".*weight: Char, got BFloat16"),
-    ("linear", {"weight": WEIGHT.char(), "scale": torch.ones(16)}, r".*scale: \[32\], got \[16\]"),
     ("linears", {"weights": []}, "weights of at least one layer, got none"),
     ("linears", {"biases": [WEIGHT[0, :, 0, 0]]}, "biases of all weights or of none, got 1"),
-    ("linears", {"scales": [torch.ones(32)] * 3}, "scales of all weights or of none, got 3 for 2"),
     ("linears", {"weights": [WEIGHT, WEIGHT.short()]}, "weights: BFloat16, got Short"),
     ("linears", {"weights": [WEIGHT[:, :16].contiguous()] * 2}, r"input: \[any, 32\], got \[3, 64"),
     ("swiglu", {"weights": [WEIGHT]}, "the weights of gate and up, got 1"),
@@ -62,11 +59,11 @@ def test_wrong_tensors_are_refused(op, change, message):
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_finds_nothing_wrong_with_the_ops(op, kind):
     input, weight, bias = layer(5, 48, 64, kind=kind)
-    packed, scale = packed_as(kind, weight)
+    packed = packed_as(kind, weight)
     arguments = {
-        "packed_linear": (input, packed, bias, scale),
+        "packed_linear": (input, packed, bias),
         "packed_rows": (packed, torch.tensor([3, 40])),
-    }.get(op, (input, [packed] * 2, [bias] * 2, [] if scale is None else [scale] * 2))
+    }.get(op, (input, [packed] * 2, [bias] * 2))
     load()
     torch.library.opcheck(
         getattr(torch.ops.compiled_attn, op).default,
@@ -81,7 +78,7 @@ def test_torch_finds_nothing_wrong_with_the_ops(op, kind):
 )
 def test_unpacking_gives_the_weight_and_rows_of_it_back(kind, shape):
     _, weight, _ = layer(1, 48, 96, kind=kind)
-    packed, _ = packed_as(kind, weight)
+    packed = packed_as(kind, weight)
     assert packed.shape == shape and packed_linear.is_packed(packed)
     assert not packed_linear.is_packed(packed.double())
     assert torch.equal(packed_linear.unpack(packed), weight)

@@ -16,7 +16,6 @@ from tests.compiled_attn.ops.packed_layers import (
     SIZES,
     assert_product,
     bf16_weights_by,
-    dequantised,
     layer,
     packed_as,
 )
@@ -45,8 +44,7 @@ def ops(request) -> Iterator[NativeOps]:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_sums_are_rounded_to_the_nearest_bfloat16_and_ties_to_even(ops, rows, kind):
+def test_sums_are_rounded_to_the_nearest_bfloat16_and_ties_to_even(ops, rows):
     """Each output is one product, which float32 holds exactly: many lie between two bfloat16."""
     chance = torch.Generator().manual_seed(0)
     digits = torch.randint(128, 256, (rows, 32), generator=chance)
@@ -55,10 +53,9 @@ def test_sums_are_rounded_to_the_nearest_bfloat16_and_ties_to_even(ops, rows, ki
         digits * signs * 2.0 ** torch.randint(-120, 100, (rows, 32), generator=chance)
     ).bfloat16()
     diagonal = torch.randint(64, 128, (32,), generator=chance).float()
-    diagonal[:] = 127 if kind == "int8" else diagonal
-    weight, scale = packed_as(kind, torch.diag(diagonal).bfloat16())
+    weight = packed_linear.pack(torch.diag(diagonal).bfloat16())
     exact = input.double() * diagonal.double()
-    assert torch.equal(ops.packed_linear(input, weight, None, scale), exact.bfloat16())
+    assert torch.equal(ops.packed_linear(input, weight), exact.bfloat16())
 
 
 def test_what_is_too_large_for_bfloat16_is_infinite_and_nan_stays_nan(ops):
@@ -66,7 +63,7 @@ def test_what_is_too_large_for_bfloat16_is_infinite_and_nan_stays_nan(ops):
     input = torch.zeros(4, 32).bfloat16()
     input[0, :2] = torch.tensor([3.39e38, 1e36])
     input[1, 3], input[2, 5] = torch.nan, -torch.inf
-    out = ops.packed_linear(input, weight, None, None)
+    out = ops.packed_linear(input, weight)
     assert (out[0] == torch.inf).all() and out[1].isnan().all() and (out[2] == -torch.inf).all()
     assert (out[3] == 0).all()
 
@@ -76,10 +73,9 @@ def test_what_is_too_large_for_bfloat16_is_infinite_and_nan_stays_nan(ops):
 def test_a_layer_is_the_product_in_float64(ops, kind, outputs, inputs):
     for rows in ROWS:
         input, weight, bias = layer(rows, outputs, inputs, kind=kind)
-        packed, scale = packed_as(kind, weight)
-        exact = weight if scale is None else dequantised(packed, scale)
-        assert_product(ops.packed_linear(input, packed, None, scale), input, exact)
-        assert_product(ops.packed_linear(input, packed, bias, scale), input, exact, bias)
+        packed = packed_as(kind, weight)
+        assert_product(ops.packed_linear(input, packed), input, weight)
+        assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
@@ -148,28 +144,11 @@ def test_other_weights_do_not_fit_bf16(weight):
         packed_linear.pack_bf16(weight)
 
 
-def test_every_code_of_int8_counts_as_what_it_is(ops):
-    codes = torch.arange(-128, 128, dtype=torch.int8).view(1, 8, 16, 2)
-    codes = torch.cat((codes, codes.flip(2)), 1)
-    out = ops.packed_linear(torch.eye(32).bfloat16(), codes, None, torch.ones(16))
-    assert torch.equal(out.double(), packed_linear.unpack(codes).double().T)
-
-
-def test_the_codes_of_a_weight_are_within_half_a_step_of_it():
-    weight = layer(1, 64, 96)[1]
-    weight[3] = 0
-    codes, scale = packed_linear.quantise(weight)
-    assert torch.equal(scale, weight.float().abs().amax(1) / 127)
-    off = (dequantised(codes, scale) - weight.double()).abs()
-    half = 0.5 + 127 * 2**-23  # scale and quotient are rounded to float32
-    assert (off <= scale.double()[:, None] * half).all()
-
-
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "bf16-widen"])
 def test_rows_of_the_input_may_lie_apart(ops, kind):
     input, weight, _ = layer(20, 64, 192, kind=kind)
     part, weight = input[::2, 64:128], weight[:, :64]
-    assert_product(ops.packed_linear(part, packed_as(kind, weight)[0]), part, weight)
+    assert_product(ops.packed_linear(part, packed_as(kind, weight)), part, weight)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "bf16-widen"])
@@ -184,10 +163,10 @@ def test_no_inputs_are_the_bias(ops, kind):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_stays_alone(ops, poison, kind):
     input, weight, _ = layer(40, 48, 64, kind=kind)
-    packed, scale = packed_as(kind, weight)
-    clean = ops.packed_linear(input, packed, None, scale)
+    packed = packed_as(kind, weight)
+    clean = ops.packed_linear(input, packed)
     input[17, 5] = poison
-    poisoned = ops.packed_linear(input, packed, None, scale)
+    poisoned = ops.packed_linear(input, packed)
     others = torch.arange(40) != 17
     assert torch.equal(poisoned[others], clean[others])
     assert not poisoned[17].isfinite().any()
@@ -197,11 +176,11 @@ def test_a_row_that_is_not_finite_stays_alone(ops, poison, kind):
 @pytest.mark.parametrize("rows", [3, 300])
 def test_the_number_of_threads_changes_no_bit(ops, rows, kind):
     input, weight, bias = layer(rows, 16 * 40, 96, kind=kind)
-    packed, scale = packed_as(kind, weight)
+    packed = packed_as(kind, weight)
     with threads(1):
-        alone = ops.packed_linear(input, packed, bias, scale)
+        alone = ops.packed_linear(input, packed, bias)
     with threads(3):
-        assert torch.equal(ops.packed_linear(input, packed, bias, scale), alone)
+        assert torch.equal(ops.packed_linear(input, packed, bias), alone)
 
 
 BIASED_ROWS = [(0, False), (1, True), (1, False), (5, True), (40, False), (300, True)]
@@ -213,16 +192,15 @@ BIASED_ROWS = [(0, False), (1, True), (1, False), (5, True), (40, False), (300, 
 def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]
     random = [layer(1, each, 96, seed=each, kind=kind)[1:] for each in outputs]
-    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in random), strict=True)
+    packed = [packed_as(kind, weight) for weight, _ in random]
     biases = [bias if biased else None for _, bias in random]
-    layers = [*zip(packed, biases, scales, strict=True)]
+    layers = [*zip(packed, biases, strict=True)]
     alone = [ops.packed_linear(input, *each) for each in layers]
-    lists = biases if biased else [], scales if kind == "int8" else []
     for count in (1, 3):
         with threads(count):
             if not ops.build:  # torch's own sums may differ with the number of threads
                 alone = [ops.packed_linear(input, *each) for each in layers]
-            at_once = ops.packed_linears(input, packed, *lists)
+            at_once = ops.packed_linears(input, packed, biases if biased else [])
             assert all(torch.equal(*pair) for pair in zip(at_once, alone, strict=True))
 
 
@@ -232,17 +210,17 @@ def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, 
 def test_a_gate_is_silu_of_one_layer_times_the_other(ops, outputs, rows, kind, biased):
     input = layer(rows, 16, 96, kind=kind)[0]
     random = [layer(1, outputs, 96, seed=seed, kind=kind)[1:] for seed in (3, 4)]
-    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in random), strict=True)
-    lists = [bias for _, bias in random] if biased else [], scales if kind == "int8" else []
-    gate, up = (each.double() for each in ops.packed_linears(input, packed, *lists))
+    packed = [packed_as(kind, weight) for weight, _ in random]
+    biases = [bias for _, bias in random] if biased else []
+    gate, up = (each.double() for each in ops.packed_linears(input, packed, biases))
     expected = gate * torch.sigmoid(gate) * up
-    alone = ops.packed_swiglu(input, packed, *lists)
+    alone = ops.packed_swiglu(input, packed, biases)
     rounding = 2**-8 if input.dtype is torch.bfloat16 else 1e-6
     torch.testing.assert_close(alone.double(), expected, rtol=rounding, atol=1e-6)
     assert alone.dtype is input.dtype
     if ops.build:  # torch's own sums may differ with the number of threads
         with threads(3):
-            assert torch.equal(ops.packed_swiglu(input, packed, *lists), alone)
+            assert torch.equal(ops.packed_swiglu(input, packed, biases), alone)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +238,7 @@ def test_a_gate_that_is_as_great_as_can_be(ops, value):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_op_gives_rows_of_a_packed_weight(ops, kind):
     _, weight, _ = layer(1, 48, 96, kind=kind)
-    packed, _ = packed_as(kind, weight)
+    packed = packed_as(kind, weight)
     ids = torch.tensor([0, 17, 47, 5, 5, 31])
     assert torch.equal(ops.packed_rows(packed, ids), packed_linear.unpack(packed)[ids])
     assert ops.packed_rows(packed, ids[:0]).shape == (0, 96)

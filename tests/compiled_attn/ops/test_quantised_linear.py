@@ -7,7 +7,7 @@ import torch
 
 from compiled_attn.ops import NativeOps, load, quantised_linear
 from compiled_attn.ops.quantised_linear import BITS, QuantisedWeight, quantise, round_inputs
-from tests.compiled_attn.ops.kernels import AMX, BEST, SLOW, WITHOUT_AMX, loaded, threads
+from tests.compiled_attn.ops.kernels import AMX, BEST, SLOW, WITHOUT_AMX, loaded, threads, tuned
 from tests.compiled_attn.ops.quantised_layers import FORMATS, arguments, quantised_layer
 
 ROWS = [1, 7, 8, 9, 33]
@@ -88,6 +88,19 @@ def test_a_row_has_its_bits_whatever_is_next_to_it_and_whoever_computes_it(ops, 
         assert torch.equal(call(input), whole)
     for begin, end in ((0, 1), (299, 300), (5, 12), (0, 9), (256, 300)):
         assert torch.equal(call(input[begin:end]), whole[begin:end])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_int8_inputs_have_the_same_bits_in_tiles_and_in_registers(form):
+    """Sums of a group are exact integers."""
+    weight, _ = quantised_layer(form, 80, 512)
+    input = inputs_of(50, 512, torch.bfloat16)
+    outs = []
+    for ops in (loaded(BEST), loaded(WITHOUT_AMX, plain_tiles=True)):
+        for products in ("amx", "float32"):
+            with tuned(ops, linear=products):
+                outs.append(ops.quantised_linear(input, *arguments(weight), None, True))
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @pytest.mark.parametrize("mode", MODES)

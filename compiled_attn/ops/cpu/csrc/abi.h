@@ -121,22 +121,21 @@ struct QuantisedWeight {
   int32_t int8_inputs;  // quantise inputs to int8, by row and 32 of them
 };
 
-// out = (input x weight^T) * scale + bias in bfloat16 or float32, accumulated in float32.
+// out = input x weight^T + bias in bfloat16 or float32, accumulated in float32.
 struct PackedLinearArgs {
   const void* input;  // [rows, size_in], rows `input_row` elements apart
   int64_t input_row, out_row;
   // bfloat16: pairs of inputs of 16 outputs, [size_out / 16, size_in / 2, 16, 2]. float32:
   // [size_out / 16, size_in, 16, 1]; bf16-widen: weights exact in bfloat16, in its layout.
   const void* weight;
-  const float* scale;  // [size_out] where the weight is int8 and the input bfloat16, or null
-  const void* bias;    // [size_out] or null
-  void* out;           // [rows, size_out], rows `out_row` elements apart
+  const void* bias;  // [size_out] or null
+  void* out;         // [rows, size_out], rows `out_row` elements apart
   int64_t rows, size_in, size_out;
   int32_t dtype, threads;
   int32_t weight_is_bf16;  // under float32 inputs
   int32_t products;  // a DotKind
   int32_t prefetch_l1, prefetch_l1_once;  // see KernelTuning::linear_prefetch_l1
-  QuantisedWeight quantised;  // in place of weight and scale; codes null: not quantised
+  QuantisedWeight quantised;  // in place of the weight; codes null: not quantised
 };
 
 // Rows `ids` of a quantised weight, which must be in range.

@@ -24,17 +24,17 @@ constexpr const char* kPagedAttentionWriteSchema =
 
 constexpr const char* kPackedLinearSchema =
     R"schema(packed_linear(
-    Tensor input, Tensor weight, Tensor? bias=None, Tensor? scale=None
+    Tensor input, Tensor weight, Tensor? bias=None
   ) -> Tensor)schema";
 
 constexpr const char* kPackedLinearsSchema =
     R"schema(packed_linears(
-    Tensor input, Tensor[] weights, Tensor[] biases, Tensor[] scales
+    Tensor input, Tensor[] weights, Tensor[] biases
   ) -> Tensor[])schema";
 
 constexpr const char* kPackedSwigluSchema =
     R"schema(packed_swiglu(
-    Tensor input, Tensor[] weights, Tensor[] biases, Tensor[] scales
+    Tensor input, Tensor[] weights, Tensor[] biases
   ) -> Tensor)schema";
 
 constexpr const char* kPackedRowsSchema =

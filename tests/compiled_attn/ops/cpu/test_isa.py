@@ -22,7 +22,7 @@ BF16 = "avx512_bf16 avx512vbmi avx512_vnni"
 @pytest.mark.parametrize(
     ("flags", "machine", "expected"),
     [
-        (f"{AVX512} {BF16} amx_bf16 amx_tile", "x86_64", [*list(ISAS)[:4], "portable"]),
+        (f"{AVX512} {BF16} amx_bf16 amx_int8 amx_tile", "x86_64", [*list(ISAS)[:4], "portable"]),
         (f"{AVX512} {BF16} amx_tile", "x86_64", [*list(ISAS)[1:4], "portable"]),
         (AVX512, "x86_64", ["avx512", "avx2", "portable"]),
         (f"{AVX2} avx512f avx512_bf16", "x86_64", ["avx2", "portable"]),
@@ -54,7 +54,7 @@ def test_flags_are_those_of_the_features():
     assert "-mavx512bf16" in flags_of("avx512_bf16") and "-mavx512bf16" not in flags_of("avx512")
     with pytest.raises(ValueError, match=r"expected an instruction set of .*got 'sse9'"):
         flags_of("sse9")
-    assert flags_of("amx_bf16")[-2:] == ["-mamx-tile", "-mamx-bf16"]
+    assert flags_of("amx_bf16")[-3:] == ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 
 
 def test_a_system_that_refuses_tile_registers_is_reported_before_a_kernel_runs(monkeypatch):

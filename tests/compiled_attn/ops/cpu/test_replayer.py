@@ -16,6 +16,7 @@ from compiled_attn.ops.schema import schemas
 from graphs import capture
 from graphs.torch_internals.replay.replay import Replays
 from tests.compiled_attn.ops.native_scene import new_tokens, scene
+from tests.compiled_attn.ops.quantised_layers import arguments, quantised_layer
 from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -57,10 +58,24 @@ def multiply_all(ops):
     return [torch.randn(5, 64), *weights], lambda x, *given: ops.packed_linears(x, [*given])
 
 
-def multiply_int8(ops):
-    (gate, a), (up, b) = (packed_linear.quantise(torch.randn(48, 64)) for _ in range(2))
-    x = torch.randn(3, 64).bfloat16()
-    return [x, gate, up, a, b], lambda x, g, u, a, b: [ops.packed_swiglu(x, [g, u], [], [a, b])]
+def multiply_gated(ops):
+    weights = [packed_linear.pack(torch.randn(48, 64)) for _ in range(2)]
+    return [torch.randn(3, 64), *weights], lambda x, *given: [ops.packed_swiglu(x, [*given])]
+
+
+def multiply_quantised(ops, int8_inputs):
+    both = [arguments(quantised_layer("Q4_K", 48, 256, seed)[0]) for seed in range(2)]
+
+    def call(x, *given):
+        lists = [[*pair] for pair in zip(given[:3], given[3:], strict=True)]
+        return [ops.quantised_swiglu(x, *lists, [], int8_inputs)]
+
+    return [torch.randn(3, 256).bfloat16(), *both[0], *both[1]], call
+
+
+def look_up_quantised(ops):
+    layer = arguments(quantised_layer("Q6_K", 48, 256)[0])
+    return [*layer, torch.tensor([3, 47, 0])], lambda *given: [ops.quantised_rows(*given, False)]
 
 
 def look_up(ops, pack=packed_linear.pack):
@@ -77,9 +92,12 @@ CALLS = {
     "write with all tensors": WITH_ALL_TENSORS,
     "linear": multiply,
     "linears": multiply_all,
-    "swiglu": multiply_int8,
+    "swiglu": multiply_gated,
+    "swiglu of 4 bits": partial(multiply_quantised, int8_inputs=False),
+    "swiglu of 4 bits, int8 inputs": partial(multiply_quantised, int8_inputs=True),
     "rows": look_up,
     "rows of bf16-widen": partial(look_up, pack=packed_linear.pack_bf16),
+    "rows of 6 bits": look_up_quantised,
 }
 
 
@@ -181,7 +199,7 @@ class Block(nn.Module):
                 query, self.key, self.value, table, lengths, starts, self.step.scale
             )
             rows = torch.relu(attended.flatten(1)) * lse.clamp_min(0).mean()
-            rows = torch.ops.compiled_attn.packed_linear(rows, self.weight, None, None)
+            rows = torch.ops.compiled_attn.packed_linear(rows, self.weight)
             query = torch.tanh(rows).unflatten(1, (4, 16)) + query
             self.key[:, 0] *= 0.5
         return query
@@ -224,7 +242,7 @@ def test_a_step_that_an_op_refuses_is_refused_with_its_words(ops, replayer):
 @torch.library.custom_op("replay_tests::scaled", mutates_args=())
 def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Calls an op that records its call, and does something more."""
-    return torch.ops.compiled_attn.packed_linear(x, weight, None, None) * 2
+    return torch.ops.compiled_attn.packed_linear(x, weight) * 2
 
 
 @scaled.register_fake
@@ -237,7 +255,7 @@ def test_an_op_that_calls_ours_and_does_more_is_not_taken_for_it(ops, replayer):
     replays = Replays(replayer)
 
     def step(x, weight):
-        first = torch.relu(torch.ops.compiled_attn.packed_linear(x, weight, None, None))
+        first = torch.relu(torch.ops.compiled_attn.packed_linear(x, weight))
         return first + torch.ops.replay_tests.scaled(x, weight)
 
     graph = capture(step, [x, weight], replays=replays)

@@ -1,4 +1,4 @@
-// Scale, bias and rounding of a linear layer's sums.
+// Bias and rounding of a linear layer's sums.
 #pragma once
 
 #include "abi.h"
@@ -12,31 +12,28 @@ constexpr int kPanel = 16;  // outputs packed together
 
 // Bytes of an element of the weight.
 CA_INLINE int64_t weight_bytes(const PackedLinearArgs& layer) {
-  if (layer.scale) return 1;
   return layer.dtype == kFloat32 && !layer.weight_is_bf16 ? sizeof(float) : sizeof(BFloat16);
 }
 
-// Multiplies by scale, then adds bias; either may be null.
+// Adds the bias, which may be null.
 template <class Element>
 struct Epilogue {
-  const float* scale;
   const Element* bias;
 
   CA_INLINE Epilogue from(int64_t column) const {
-    return {scale ? scale + column : nullptr, bias ? bias + column : nullptr};
+    return {bias ? bias + column : nullptr};
   }
 };
 
 template <class Element>
 CA_INLINE Epilogue<Element> epilogue_of(const PackedLinearArgs& layer) {
-  return {layer.scale, static_cast<const Element*>(layer.bias)};
+  return {static_cast<const Element*>(layer.bias)};
 }
 
 // Applies it to kLanes sums.
 template <class Element>
 CA_INLINE Floats apply_epilogue(const float* sums, Epilogue<Element> finish, int64_t column) {
   Floats whole = load(sums);
-  if (finish.scale) whole *= load(finish.scale + column);
   if (finish.bias) whole += load(finish.bias + column);
   return whole;
 }
@@ -91,7 +88,7 @@ class SwiGlu {
         alignas(64) float panel[kPanel];
         for (int p = 0; p < kPanel; p += kLanes)
           store(panel + p, vsilu(load(out + i + p)) * load(with + i + p));
-        store_panel(panel, Epilogue<Element>{nullptr, nullptr}, out + i);
+        store_panel(panel, Epilogue<Element>{nullptr}, out + i);
       }
     }
   }

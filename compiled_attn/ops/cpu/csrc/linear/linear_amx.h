@@ -171,7 +171,7 @@ class LinearAmx {
     layer_ = layer, next_ = &next;
     const bool is_wide = end - begin <= kTile;  // 1 x 4 tiles, else 2 x 2
     const int64_t blocks = (end - begin + 2 * kTile - 1) / (2 * kTile);
-    lines_ = (is_wide ? 2 * kTile : kTile / blocks) * (layer.scale ? 1 : 2);
+    lines_ = 2 * (is_wide ? 2 * kTile : kTile / blocks);
     int64_t row = begin;
     for (; row + kTile < end; row += 2 * kTile) columns<2, 2>(row, end);
     if (row < end) columns<1, 4>(row, end);

@@ -12,30 +12,31 @@
 namespace compiled_attn {
 
 constexpr int64_t kRowsOfPanel = 16;
+constexpr int64_t kGroupBytes = 4;  // a float32, or a pair of bfloat16
 
-// Copies row `id` of a packed weight of `groups` groups of inputs, `size` bytes each; may widen
-// pairs of bfloat16 to float32.
-template <int size, bool widens = false>
+// Copies row `id` of a packed weight of `groups` groups of inputs; may widen pairs of bfloat16 to
+// float32.
+template <bool widens>
 void copy_packed_row(const char* weight, int64_t groups, int64_t id, char* out) {
   const char* from =
-      weight + (id / kRowsOfPanel * groups * kRowsOfPanel + id % kRowsOfPanel) * size;
-  for (int64_t k = 0; k < groups; ++k, from += kRowsOfPanel * size)
+      weight + (id / kRowsOfPanel * groups * kRowsOfPanel + id % kRowsOfPanel) * kGroupBytes;
+  for (int64_t k = 0; k < groups; ++k, from += kRowsOfPanel * kGroupBytes)
     if constexpr (widens) {
       uint16_t pair[2];
-      std::memcpy(pair, from, size);
+      std::memcpy(pair, from, sizeof pair);
       const uint32_t wide[] = {uint32_t{pair[0]} << 16, uint32_t{pair[1]} << 16};
-      std::memcpy(out + k * 2 * size, wide, 2 * size);
+      std::memcpy(out + k * sizeof wide, wide, sizeof wide);
     } else {
-      std::memcpy(out + k * size, from, size);
+      std::memcpy(out + k * kGroupBytes, from, kGroupBytes);
     }
 }
 
-// Rows of a weight [panels, groups, kRowsOfPanel, ...] with groups of `bytes` bytes.
+// Rows of a weight [panels, groups, kRowsOfPanel, ...].
 struct PackedRowsArgs {
   const void* weight;
   const int64_t* ids;  // [count]
   void* out;           // [count, row]
-  int64_t count, panels, groups, bytes;
+  int64_t count, panels, groups;
   int64_t weight_is_bf16;
 };
 
@@ -44,10 +45,8 @@ inline bool copy_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
   for (int64_t i = 0; i < args.count; ++i)
     if (args.ids[i] < 0 || args.ids[i] >= args.panels * kRowsOfPanel)
       return bad = args.ids[i], false;
-  const int64_t row = args.groups * args.bytes * (args.weight_is_bf16 ? 2 : 1);
-  const auto copy = args.weight_is_bf16 ? copy_packed_row<4, true>
-                    : args.bytes == 4   ? copy_packed_row<4>
-                                        : copy_packed_row<2>;
+  const int64_t row = args.groups * kGroupBytes * (args.weight_is_bf16 ? 2 : 1);
+  const auto copy = args.weight_is_bf16 ? copy_packed_row<true> : copy_packed_row<false>;
   auto* to = static_cast<char*>(args.out);
   for (int64_t i = 0; i < args.count; ++i, to += row)
     copy(static_cast<const char*>(args.weight), args.groups, args.ids[i], to);
@@ -55,11 +54,10 @@ inline bool copy_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
 }
 
 // The arguments of a layer, without its output.
-inline PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tensor* bias,
-                                 const Tensor* scale) {
+inline PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tensor* bias) {
   const auto stored = weight.scalar_type();
-  const bool is_single = !scale && stored == ScalarType::Float;
-  const bool weight_is_bf16 = !scale && stored == ScalarType::Short;
+  const bool is_single = stored == ScalarType::Float;
+  const bool weight_is_bf16 = stored == ScalarType::Short;
   const auto dtype = is_single || weight_is_bf16 ? ScalarType::Float : ScalarType::BFloat16;
   const int64_t together = is_single ? 1 : 2;
   check_shape("weight", weight, {kAny, kAny, 16, together});
@@ -68,10 +66,7 @@ inline PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, cons
     fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
   }
   check_dense("weight", weight, {weight.size(0), weight.size(1), 16, together},
-              scale            ? ScalarType::Char
-              : weight_is_bf16 ? stored
-                               : dtype);
-  if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
+              weight_is_bf16 ? stored : dtype);
   check_shape("input", input, {kAny, size_in});
   check_dtype("input", input, dtype);
   check_rows("input", input);
@@ -82,7 +77,6 @@ inline PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, cons
   args.input = input.const_data_ptr(), args.input_row = input.stride(0);
   args.out_row = size_out;
   args.weight = weight.const_data_ptr();
-  args.scale = scale ? data_of<float>(*scale) : nullptr;
   args.bias = bias ? bias->const_data_ptr() : nullptr;
   args.dtype = dtype == ScalarType::Float ? kFloat32 : kBFloat16;
   args.weight_is_bf16 = weight_is_bf16;
@@ -125,8 +119,8 @@ inline void multiply_and_record(std::vector<PackedLinearArgs>& layers, bool is_s
     using A = PackedLinearArgs;
     recorder->begin(replay_linear), recorder->put(int64_t(layers.size())), recorder->put(is_swiglu);
     for (const auto& layer : layers)
-      recorder->put(layer, {offsetof(A, input), offsetof(A, weight), offsetof(A, scale),
-                            offsetof(A, bias), offsetof(A, out), offsetof(A, quantised.codes),
+      recorder->put(layer, {offsetof(A, input), offsetof(A, weight), offsetof(A, bias),
+                            offsetof(A, out), offsetof(A, quantised.codes),
                             offsetof(A, quantised.scales), offsetof(A, quantised.steps)});
   }
 }
@@ -152,10 +146,9 @@ inline Tensor multiply_swiglu(const Tensor& input, std::vector<PackedLinearArgs>
   return out;
 }
 
-inline Tensor packed_linear(Tensor input, Tensor weight, OptionalTensor bias,
-                            OptionalTensor scale) {
+inline Tensor packed_linear(Tensor input, Tensor weight, OptionalTensor bias) {
   return in_op("packed_linear", [&] {
-    std::vector layers{layer_of(input, weight, bias ? &*bias : nullptr, scale ? &*scale : nullptr)};
+    std::vector layers{layer_of(input, weight, bias ? &*bias : nullptr)};
     Tensor out = room_for(input, layers[0]);
     multiply_and_record(layers);
     return out;
@@ -171,31 +164,25 @@ inline void check_one_each(const char* name, const std::vector<Tensor>& of,
 
 inline std::vector<PackedLinearArgs> layers_of(const Tensor& input,
                                                const std::vector<Tensor>& weights,
-                                               const std::vector<Tensor>& biases,
-                                               const std::vector<Tensor>& scales) {
+                                               const std::vector<Tensor>& biases) {
   check_one_each("biases", biases, weights);
-  check_one_each("scales", scales, weights);
   std::vector<PackedLinearArgs> layers;
   for (size_t i = 0; i < weights.size(); ++i) {
     check_dtype("weights", weights[i], weights[0].scalar_type());  // one inner loop serves all
-    layers.push_back(layer_of(input, weights[i], biases.empty() ? nullptr : &biases[i],
-                              scales.empty() ? nullptr : &scales[i]));
+    layers.push_back(layer_of(input, weights[i], biases.empty() ? nullptr : &biases[i]));
   }
   return layers;
 }
 
 inline std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
-                                          std::vector<Tensor> biases, std::vector<Tensor> scales) {
-  return in_op("packed_linears", [&] {
-    return multiply_all(input, layers_of(input, weights, biases, scales));
-  });
+                                          std::vector<Tensor> biases) {
+  return in_op("packed_linears",
+               [&] { return multiply_all(input, layers_of(input, weights, biases)); });
 }
 
-inline Tensor packed_swiglu(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases,
-                            std::vector<Tensor> scales) {
-  return in_op("packed_swiglu", [&] {
-    return multiply_swiglu(input, layers_of(input, weights, biases, scales));
-  });
+inline Tensor packed_swiglu(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases) {
+  return in_op("packed_swiglu",
+               [&] { return multiply_swiglu(input, layers_of(input, weights, biases)); });
 }
 
 inline void check_row(int64_t id, int64_t rows) {
@@ -217,7 +204,7 @@ inline Tensor packed_rows(Tensor weight, Tensor ids) {
   return in_op("packed_rows", [&] {
     const auto dtype = weight.scalar_type();
     const bool weight_is_bf16 = dtype == ScalarType::Short;
-    const bool is_known = weight_is_bf16 || dtype == ScalarType::Char || dtype == ScalarType::Float;
+    const bool is_known = weight_is_bf16 || dtype == ScalarType::Float;
     const int64_t together = dtype == ScalarType::Float ? 1 : 2;
     check_shape("weight", weight, {kAny, kAny, kRowsOfPanel, together});
     const int64_t panels = weight.size(0), groups = weight.size(1), count = ids.numel();
@@ -230,8 +217,7 @@ inline Tensor packed_rows(Tensor weight, Tensor ids) {
     PackedRowsArgs args{};
     args.weight = weight.const_data_ptr(), args.ids = data_of<int64_t>(ids);
     args.out = out.mutable_data_ptr(), args.count = count, args.panels = panels;
-    args.groups = groups, args.bytes = together * weight.element_size();
-    args.weight_is_bf16 = weight_is_bf16;
+    args.groups = groups, args.weight_is_bf16 = weight_is_bf16;
     look_up(args);
     if (CallRecorder* recorder = CallRecorder::active()) {
       using A = PackedRowsArgs;

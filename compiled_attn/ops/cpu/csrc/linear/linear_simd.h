@@ -116,9 +116,8 @@ class LinearSimd {
   // Prefetch distance in weights.
   static constexpr int64_t kAhead = 4096 / sizeof(Weight);
 
-  // Panels per piece, given those of a thread.
-  static int64_t panels(const PackedLinearArgs& layer, int64_t of_thread) {
-    if (layer.scale) return NextWeights::panels(of_thread);
+  // Panels per piece.
+  static int64_t panels(const PackedLinearArgs& layer, int64_t) {
     return is_tall(layer) ? kTallPanels : 4;
   }
 
@@ -136,7 +135,7 @@ class LinearSimd {
 
  private:
   static bool is_tall(const PackedLinearArgs& layer) {
-    return !layer.scale && layer.rows < Dot::kFewRows;
+    return layer.rows < Dot::kFewRows;
   }
 
   // Block sizes: the next smaller one for the remainder.
@@ -149,7 +148,6 @@ class LinearSimd {
   void blocks(int64_t begin, int64_t end) {
     const int64_t count = layer_.size_out / kPanel;
     const int64_t steps = blocks_of(end - begin, rows) * (count / panels + count % panels);
-    steps_per_line_ = layer_.scale ? 2 * steps : layer_.size_in;
     prefetcher_ = next_->prefetcher(steps * layer_.size_in / kInputs, layer_.weight);
     const bool once = end - begin <= kRows || blocks_of(end - begin, rows) == 1;
     if (once && layer_.prefetch_l1_once) return across<1, true, rows, panels>(begin, end, count);
@@ -188,29 +186,24 @@ class LinearSimd {
     WeightPrefetcher prefetcher = prefetcher_;
     // At the end of a panel, skips to what follows the adjacent panels.
     const int64_t tail = size_in - kAhead / kPanel;
-    const int64_t skipped = layer_.scale ? 0 : (panels - 1) * kPanel * size_in;
-    for (int64_t k = 0; k < size_in;) {
-      // Widens a line of each panel of the next piece per line of this one.
-      if (!once) next_->widen_line();
-      const int64_t end = once ? size_in : std::min(k + kInputs * steps_per_line_, size_in);
-      for (; k < end; k += kInputs) {
-        if (!once) prefetcher.template prefetch<level>();
-        typename Dot::Weights weights[vectors];
+    const int64_t skipped = (panels - 1) * kPanel * size_in;
+    for (int64_t k = 0; k < size_in; k += kInputs) {
+      if (!once) prefetcher.template prefetch<level>();
+      typename Dot::Weights weights[vectors];
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; ++v) {
-          const Weight* at =
-              weight + v / kVectors * kPanel * size_in + v % kVectors * kLanes * kInputs;
-          if (once) __builtin_prefetch(at + (k < tail ? kAhead : kAhead + skipped), 0, 4 - level);
-          weights[v] = Dot::weights(at);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 8
-          for (int v = 0; v < vectors; ++v)
-            sums[r][v] = Dot::added(sums[r][v], weights[v], input + r * input_row);
-        weight += kInputs * kPanel;
-        input += kInputs;
+      for (int v = 0; v < vectors; ++v) {
+        const Weight* at =
+            weight + v / kVectors * kPanel * size_in + v % kVectors * kLanes * kInputs;
+        if (once) __builtin_prefetch(at + (k < tail ? kAhead : kAhead + skipped), 0, 4 - level);
+        weights[v] = Dot::weights(at);
       }
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v)
+          sums[r][v] = Dot::added(sums[r][v], weights[v], input + r * input_row);
+      weight += kInputs * kPanel;
+      input += kInputs;
     }
     prefetcher_ = prefetcher;
 #pragma GCC unroll 8
@@ -229,7 +222,6 @@ class LinearSimd {
   PackedLinearArgs layer_;
   NextWeights* next_;
   WeightPrefetcher prefetcher_;
-  int64_t steps_per_line_;  // steps of kInputs per widened line
 };
 
 }  // namespace compiled_attn

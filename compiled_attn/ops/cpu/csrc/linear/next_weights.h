@@ -1,4 +1,4 @@
-// Prefetches the next weights of a linear layer, and widens int8 weights to bfloat16.
+// Prefetches the next weights of a linear layer.
 #pragma once
 
 #include "linear/epilogue.h"
@@ -34,56 +34,28 @@ class NextWeights {
   static int64_t panels(int64_t of_thread) { return of_thread < 8 ? 4 : 8; }
 
   NextWeights() = default;
-  // wide: where int8 weights are widened to
-  NextWeights(const PackedLinearArgs& layer, BFloat16* wide)
+  explicit NextWeights(const PackedLinearArgs& layer)
       : at_(static_cast<const int8_t*>(layer.weight)),
-        wide_(layer.scale ? wide : nullptr),
         panels_(layer.size_out / kPanel),
         panel_(kPanel * layer.size_in * weight_bytes(layer)),
         left_(panel_ / kLine) {}
 
   // Advances all panels together, a line of each.
   CA_INLINE void take(int64_t lines) {
-    for (; lines > 0 && left_ > 0; lines -= panels_, --left_, at_ += kLine) {
-      if (wide_)
-        widen_panels();
-      else
-        for (int64_t p = 0; p < panels_; ++p) __builtin_prefetch(at_ + p * panel_, 0, 2);
-    }
-  }
-  CA_INLINE void widen_line() {
-    if (wide_) take(panels_);
-  }
-  // Prefetcher for weights that need no widening; `now`: readable weights, prefetched otherwise.
-  WeightPrefetcher prefetcher(int64_t steps, const void* now) const {
-    if (wide_ || !at_) return {now, 0, steps};
-    return {at_, panels_ * panel_, steps};
+    for (; lines > 0 && left_ > 0; lines -= panels_, --left_, at_ += kLine)
+      for (int64_t p = 0; p < panels_; ++p) __builtin_prefetch(at_ + p * panel_, 0, 2);
   }
   void take_all() { take(left_ * panels_); }
-  // Must be called before the weights are read.
-  void take_rest() {
-    if (wide_) take_all();
+  // now: readable weights, prefetched if there are no next ones
+  WeightPrefetcher prefetcher(int64_t steps, const void* now) const {
+    if (!at_) return {now, 0, steps};
+    return {at_, panels_ * panel_, steps};
   }
 
  private:
-  static constexpr int64_t kLine = 64;     // bytes
-  static constexpr int64_t kAhead = 1024;  // the first panel of the next piece follows the last one
-
-  CA_INLINE_IF_REGISTERS void widen_panels() {
-    const int64_t ahead = kAhead + (left_ * kLine > kAhead ? 0 : (panels_ - 1) * panel_);
-    for (int64_t p = 0; p < panels_; ++p) {
-      __builtin_prefetch(at_ + p * panel_ + ahead, 0, 2);
-      for (int64_t i = 0; i < kLine; i += kLanes)
-        widen(at_ + p * panel_ + i, wide_ + p * panel_ + i);
-    }
-    wide_ += kLine;
-  }
-
-  // bfloat16 represents int8 exactly.
-  static CA_INLINE void widen(const int8_t* from, BFloat16* to) { store(to, load(from)); }
+  static constexpr int64_t kLine = 64;  // bytes
 
   const int8_t* at_ = nullptr;
-  BFloat16* wide_ = nullptr;
   int64_t panels_ = 0, panel_ = 0;  // panel_: bytes
   int64_t left_ = 0;  // lines of each panel
 };

@@ -15,18 +15,15 @@
 namespace compiled_attn {
 namespace {
 
-// Layers must share input, dtype, rows, threads, and whether they have scales or bfloat16 weights.
+// Layers must share input, dtype, rows, threads, and whether they have bfloat16 weights.
 template <class Worker>
 void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_swiglu) {
   const PackedLinearArgs& whole = *layers;
   const Pieces<Worker> pieces(layers, layer_count, is_swiglu, weight_bytes(whole));
   const int64_t count = pieces.count(), together = pieces.together();
   const int threads = int(std::clamp<int64_t>(count / together, 1, whole.threads));
-  const int64_t room = whole.scale ? pieces.outputs() * whole.size_in : 0;
   std::atomic<int64_t> next{0};
   Scratch scratch;
-  BFloat16* wide;  // of this piece and the next
-  scratch.take(wide, 2 * room * threads);
   SwiGlu<typename Worker::Element> swiglu(pieces.rows(), pieces.outputs());
   swiglu.take(scratch, is_swiglu ? threads : 0);
   typename Worker::Inputs inputs(whole, scratch);
@@ -35,25 +32,22 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_swigl
     const FloatMode mode;
     const auto take = [&] { return next.fetch_add(together); };
     int64_t piece = take();  // before any thread takes a second
-    BFloat16* const own = wide + 2 * room * omp_get_thread_num();
     Worker worker(inputs, whole.size_in);
     inputs.prepare(omp_get_thread_num(), omp_get_num_threads());
 #pragma omp barrier
-    if (piece < count) NextWeights(pieces.layer(piece), own).take_all();
-    for (int64_t turn = 0; piece < count; turn = !turn) {
+    if (piece < count) NextWeights(pieces.layer(piece)).take_all();
+    while (piece < count) {
       const bool is_gate = piece % together + 1 < together;
       const int64_t following = is_gate ? piece + 1 : take();
       PackedLinearArgs layer = pieces.layer(piece);
-      if (whole.scale) layer.weight = own + turn * room;
       if (!layer.out) swiglu.set_up_output(omp_get_thread_num(), pieces.begin(piece), layer);
       NextWeights ahead;
-      if (following < count) ahead = NextWeights(pieces.layer(following), own + !turn * room);
+      if (following < count) ahead = NextWeights(pieces.layer(following));
       worker.run(layer, pieces.begin(piece), pieces.end(piece), ahead);
       if (is_swiglu && !is_gate) {
         worker.finish();
         swiglu.multiply(pieces.layer(piece - 1), pieces.begin(piece), pieces.end(piece), layer);
       }
-      ahead.take_rest();
       piece = following;
     }
   }

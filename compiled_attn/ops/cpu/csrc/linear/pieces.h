@@ -57,7 +57,6 @@ class Pieces {
     PackedLinearArgs layer = *of;
     layer.size_out = std::min(outputs_, of->size_out - first);
     if (of->weight) layer.weight = at(of->weight, first * of->size_in * weight_bytes_);
-    if (of->scale) layer.scale += first;
     if (of->quantised.codes) skip_panels(layer.quantised, first / kPanel, of->size_in);
     if (of->bias) layer.bias = at(of->bias, first * size_);
     if (of->out) layer.out = static_cast<uint8_t*>(of->out) + first * size_;

@@ -15,6 +15,7 @@ namespace compiled_attn {
 
 constexpr int kQuadBytes = 4 * kPanel, kQuads = 8;  // of a block
 constexpr int kBlocksAtOnce = 8;  // unpacked codes stay in L1
+constexpr int64_t kAheadBytes = 4096;  // prefetch distance of codes
 
 CA_INLINE void store_codes(void* at, Ints v) { std::memcpy(at, &v, sizeof v); }
 
@@ -167,6 +168,30 @@ struct GroupScales {
   }
 };
 
+// Prefetches the codes of a piece, block by block of the previous one.
+class CodePrefetcher {
+ public:
+  CodePrefetcher() = default;
+  // steps: blocks of the previous piece
+  CodePrefetcher(const PackedLinearArgs& next, int64_t steps)
+      : at_(next.quantised.codes),
+        half_(next.size_out / kPanel * (next.size_in / kCodeBlock) * next.quantised.bits / 2 * 64),
+        left_(half_ / 64 + 1),
+        step_((left_ + steps - 1) / std::max<int64_t>(steps, 1)) {}
+
+  // Two streams: memory serves two faster than one.
+  CA_INLINE void prefetch() {
+    for (int64_t i = 0; i < step_ && left_ > 0; ++i, --left_, at_ += 64) {
+      __builtin_prefetch(at_, 0, 2);
+      __builtin_prefetch(at_ + half_, 0, 2);
+    }
+  }
+
+ private:
+  const uint8_t* at_ = nullptr;
+  int64_t half_ = 0, left_ = 0, step_ = 0;  // bytes, lines, lines
+};
+
 // Prefetches the scales and steps of some inputs of a panel.
 CA_INLINE void prefetch_groups(const QuantisedWeight& panel, int64_t size_in, int64_t k,
                                int64_t inputs) {
@@ -188,44 +213,55 @@ CA_INLINE int group_size(const QuantisedWeight& weight, int64_t size_in) {
   return groups * 16 == size_in && size_in > 0 ? 16 : kCodeBlock;
 }
 
-// Calls `put(input, lane, pair of values for two inputs)` for all inputs of a panel.
-template <class Put>
+// Calls `put(input, lane, values of it, values of the next)` for every second input of a panel.
+template <int bits, class Put>
 CA_INLINE void each_pair(const QuantisedWeight& panel, int64_t size_in, const Put& put) {
-  const int size = group_size(panel, size_in);
+  constexpr int64_t kInputs = kBlocksAtOnce * kCodeBlock, kBytes = kQuadBytes * bits;
+  const int size = group_size(panel, size_in), of_half = size == 16 ? 1 : 0;
   alignas(64) GroupScales groups;
-  alignas(64) BFloat16 pairs[kBlocksAtOnce * kCodeBlock * kPanel];
   const uint8_t* codes = panel.codes;
-  for (int64_t k = 0; k < size_in; k += kBlocksAtOnce * kCodeBlock) {
-    const int64_t count = std::min<int64_t>(kBlocksAtOnce * kCodeBlock, size_in - k);
-    unpack_pairs(codes, panel.bits, count / kCodeBlock, pairs);
+  for (int64_t k = 0; k < size_in; k += kInputs) {
+    const int64_t count = std::min(kInputs, size_in - k);
     groups.load_groups(panel, size_in, size, k / size, count / size);
-    for (int64_t i = 0; i < count; i += 2)
-      for (int lane = 0; lane < kPanel; lane += kLanes) {
-        const Ints pair = load_as<Ints>(pairs + i * kPanel + 2 * lane);
-        const Floats scale = load(groups.scale[i / size] + lane);
-        const Floats minimum = load(groups.minimum[i / size] + lane);
-        put(k + i, lane, bit_cast<Floats>(pair << 16) * scale - minimum,
-            bit_cast<Floats>(pair & int32_t(0xffff0000)) * scale - minimum);
-      }
-    codes += count / kCodeBlock * kQuadBytes * panel.bits;
+    for (int64_t i = 0; i < count; i += kCodeBlock, codes += kBytes) {
+      for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(codes + kAheadBytes + line);
+      const int64_t first = i / kCodeBlock << of_half;
+      const auto quad_of = [&](int64_t group) {
+        return [&, group](int quad, int lane, Ints four) {
+          const Floats scale = load(groups.scale[group] + lane);
+          const Floats minimum = load(groups.minimum[group] + lane);
+          const auto value = [&](int byte) {
+            return to_float(four >> 8 * byte & 0xff) * scale - minimum;
+          };
+          put(k + i + 4 * quad, lane, value(0), value(2));
+          put(k + i + 4 * quad + 2, lane, value(1), value(3));
+        };
+      };
+      each_quad<bits, 0>(codes, quad_of(first));
+      each_quad<bits, 1>(codes, quad_of(first + of_half));
+    }
   }
 }
 
 // Some panels as bfloat16, in the layout of `PackedLinearArgs::weight`.
 inline void widen_panels(QuantisedWeight weight, int64_t panels, int64_t size_in, BFloat16* to) {
-  for (; panels > 0; --panels, skip_panels(weight, 1, size_in), to += size_in * kPanel)
-    each_pair(weight, size_in, [&](int64_t k, int lane, Floats first, Floats second) {
-      store_codes(to + k * kPanel + 2 * lane, round_to_pairs(first, second));
-    });
+  with_bits(weight.bits, [&](auto bits) {
+    for (; panels > 0; --panels, skip_panels(weight, 1, size_in), to += size_in * kPanel)
+      each_pair<bits.value>(weight, size_in, [&](int64_t k, int lane, Floats first, Floats second) {
+        store_codes(to + k * kPanel + 2 * lane, round_to_pairs(first, second));
+      });
+  });
 }
 
 template <class Element>
 inline void copy_row(QuantisedWeight weight, int64_t size_in, int64_t id, Element* to) {
   skip_panels(weight, id / kPanel, size_in);
   const int64_t row = id % kPanel;
-  each_pair(weight, size_in, [&](int64_t k, int lane, Floats first, Floats second) {
-    if (lane != row / kLanes * kLanes) return;
-    from_float(first[row % kLanes], to + k), from_float(second[row % kLanes], to + k + 1);
+  with_bits(weight.bits, [&](auto bits) {
+    each_pair<bits.value>(weight, size_in, [&](int64_t k, int lane, Floats first, Floats second) {
+      if (lane != row / kLanes * kLanes) return;
+      from_float(first[row % kLanes], to + k), from_float(second[row % kLanes], to + k + 1);
+    });
   });
 }
 

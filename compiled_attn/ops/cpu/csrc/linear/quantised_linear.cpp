@@ -62,6 +62,7 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_swigl
     const auto take = [&] { return next.fetch_add(together); };
     int64_t piece = take();  // before any thread takes a second
     auto worker = make(inputs, own + room * thread);
+    if (piece < count) CodePrefetcher(pieces.layer(piece), 1).prefetch();
     inputs.prepare(thread, omp_get_num_threads());
 #pragma omp barrier
     while (piece < count) {

@@ -4,8 +4,11 @@
 // unpacked codes; a single one multiplies them as they are unpacked.
 #pragma once
 
+#include <optional>
+
 #include "linear/linear_simd.h"
 #include "linear/quantised_codes.h"
+#include "linear/quantised_tiles.h"
 
 namespace compiled_attn {
 
@@ -106,12 +109,12 @@ class GroupedInputs {
           quantise(block, own_ + i * stride_ + b * kCodeBlock, scales_ + i * blocks_ + b);
         else if (own_)
           std::memcpy(static_cast<void*>(own_ + i * stride_ + b * kCodeBlock), block, sizeof block);
-        float halves[2];
+        Floats sums[2];
         for (int half = 0; half < 2; ++half) {
-          Floats sum = load(block + 16 * half);
-          for (int k = kLanes; k < 16; k += kLanes) sum += load(block + 16 * half + k);
-          halves[half] = hsum(sum, Floats{}, Floats{}, Floats{})[0];
+          sums[half] = load(block + 16 * half);
+          for (int k = kLanes; k < 16; k += kLanes) sums[half] += load(block + 16 * half + k);
         }
+        const Floats4 halves = hsum(sums[0], sums[1], Floats{}, Floats{});
         sums_of(i, 16)[2 * b] = halves[0], sums_of(i, 16)[2 * b + 1] = halves[1];
         sums_of(i, kCodeBlock)[b] = halves[0] + halves[1];
       }
@@ -148,13 +151,10 @@ class GroupedInputs {
       const Floats finite = is_finite ? load(block + k) : Floats{};
       const Floats shifted = finite * splat(inverse) + splat(kShift);
       store(block + k, (shifted - splat(kShift)) * splat(*scale));
-      const I8s bytes = __builtin_convertvector(bit_cast<Ints>(shifted), I8s);
-      for (int i = 0; i < kLanes; i += 4) {
-        uint32_t quad;
-        std::memcpy(&quad, reinterpret_cast<const char*>(&bytes) + i, sizeof quad);
-        quad = (quad & 0xff0000ff) | (quad & 0xff00) << 8 | (quad >> 8 & 0xff00);
-        std::memcpy(to + k + i, &quad, sizeof quad);
-      }
+      typedef uint32_t Quads __attribute__((vector_size(kLanes)));
+      Quads quads = bit_cast<Quads>(__builtin_convertvector(bit_cast<Ints>(shifted), I8s));
+      quads = (quads & 0xff0000ff) | (quads & 0xff00) << 8 | (quads >> 8 & 0xff00);
+      std::memcpy(to + k, &quads, sizeof quads);
     }
   }
 
@@ -171,35 +171,29 @@ class QuantisedSimd {
   using Input = typename Products::Input;
   using Inputs = GroupedInputs<Products>;
 
-  static int64_t panels(const PackedLinearArgs&, int64_t of_thread) {
-    return NextWeights::panels(of_thread);
+  // Panels per piece, given those of a thread: this piece and the next must fit L2.
+  static int64_t panels(const PackedLinearArgs& layer, int64_t of_thread) {
+    constexpr int64_t kBytes = 160 * 1024;
+    const int64_t most = of_thread < 8 ? 4 : 8;
+    return std::clamp(kBytes / (layer.size_in * layer.quantised.bits * kPanel / 8 + 1), int64_t{1}, most);
   }
   // Floats of sums that a worker needs, for pieces of at most `rows` rows.
   static int64_t room(int64_t rows) { return rows * kPanel; }
 
   QuantisedSimd(const Inputs& inputs, float* sums) : inputs_(inputs), sums_(sums) {}
 
-  // Computes the outputs for some rows, panel by panel: in address order memory is twice as fast as
-  // in several streams. Prefetches the first codes of `next`, which may be null.
+  // Computes the outputs for some rows, panel by panel. Prefetches `next`, which may be null.
   void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, const PackedLinearArgs* next) {
     size_in_ = layer.size_in, begin_ = begin, end_ = end;
     group_ = group_size(layer.quantised, size_in_);
     const int64_t panels = layer.size_out / kPanel, blocks = size_in_ / kCodeBlock;
     const int64_t parts = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce;
-    const auto part_of = [&](const PackedLinearArgs& of, int64_t panel, int64_t i) {
-      return Part(of, panel, i * blocks / parts, (i + 1) * blocks / parts);
-    };
+    ahead_ = next ? CodePrefetcher(*next, panels * blocks) : CodePrefetcher();
     for (int64_t panel = 0; panel < panels; ++panel) {
       std::memset(sums_, 0, (end - begin) * kPanel * sizeof(float));
       for (int64_t i = 0; i < parts; ++i) {
-        Part ahead;
-        if (i + 1 < parts)
-          ahead = part_of(layer, panel, i + 1);
-        else if (panel + 1 < panels)
-          ahead = part_of(layer, panel + 1, 0);
-        else if (next)
-          ahead = part_of(*next, 0, 0);
-        add_part(part_of(layer, panel, i), ahead);
+        const int64_t first = i * blocks / parts;
+        add_part(layer.products, Part(layer, panel, first, (i + 1) * blocks / parts - first));
       }
       for (int64_t r = 0; r < end - begin; ++r)
         finish(layer, begin + r, panel * kPanel, sums_ + r * kPanel);
@@ -224,34 +218,44 @@ class QuantisedSimd {
 
   // Some blocks of a panel.
   struct Part {
-    Part() = default;
-    Part(const PackedLinearArgs& layer, int64_t panel, int64_t first, int64_t end)
-        : weight(layer.quantised), k(first * kCodeBlock), blocks(end - first) {
+    Part(const PackedLinearArgs& layer, int64_t panel, int64_t first, int64_t count)
+        : weight(layer.quantised), k(first * kCodeBlock), blocks(count) {
       skip_panels(weight, panel, layer.size_in);
       codes = weight.codes + first * kQuadBytes * weight.bits;
     }
-    int64_t lines() const { return blocks * weight.bits; }
 
-    QuantisedWeight weight{};
-    const uint8_t* codes = nullptr;
-    int64_t k = 0, blocks = 0;
+    QuantisedWeight weight;
+    const uint8_t* codes;
+    int64_t k, blocks;
   };
 
-  // Adds the products of a part; prefetches another, block by block.
-  void add_part(const Part& part, const Part& ahead) {
+  // Adds the products of a part.
+  void add_part(int products, const Part& part) {
     const int64_t inputs = part.blocks * kCodeBlock;
-    if (ahead.codes) prefetch_groups(ahead.weight, size_in_, ahead.k, ahead.blocks * kCodeBlock);
+    prefetch_groups(part.weight, size_in_, part.k + inputs, inputs);
     groups_.load_groups(part.weight, size_in_, group_, part.k / group_, inputs / group_);
-    const int64_t lines = (ahead.lines() + part.blocks - 1) / part.blocks;
     if (end_ - begin_ == 1)
       return with_bits(part.weight.bits, [&](auto bits) {
-        if (group_ == 16) return one_row<bits.value, 16>(part, ahead.codes, lines);
-        one_row<bits.value, kCodeBlock>(part, ahead.codes, lines);
+        if (group_ == 16) return one_row<bits.value, 16>(part);
+        one_row<bits.value, kCodeBlock>(part);
       });
-    for (int64_t i = 0; i < ahead.lines(); ++i) __builtin_prefetch(ahead.codes + i * 64, 0, 2);
+    for (int64_t b = 0; b < part.blocks; ++b) ahead_.prefetch();
     Products::unpack(part.weight, part.codes, part.blocks, weights_);
-    if (group_ == 16) return down<kRows, 16>(part.k, inputs, begin_, sums_);
-    down<kRows, kCodeBlock>(part.k, inputs, begin_, sums_);
+    const bool in_tiles = products == kAmxTiles;
+    if (group_ == 16) return all_rows<16>(in_tiles, part.k, inputs);
+    all_rows<kCodeBlock>(in_tiles, part.k, inputs);
+  }
+
+  template <int group>
+  void all_rows(bool in_tiles, int64_t k, int64_t inputs) {
+    int64_t row = begin_;
+    float* sums = sums_;
+#if CA_HAS_TILES
+    if constexpr (Inputs::kIsInt8)
+      for (; in_tiles && row + kTile <= end_; row += kTile, sums += kTile * kPanel)
+        block_in_tiles<group>(k, inputs, row, sums);
+#endif
+    down<kRows, group>(k, inputs, row, sums);
   }
 
   // Adds scaled sums over a group to those of a row.
@@ -266,10 +270,11 @@ class QuantisedSimd {
     }
   }
 
-  // The only row: multiplies codes as they are unpacked; prefetches some lines for each block.
+  // The only row: multiplies codes as they are unpacked.
   template <int bits, int group>
-  CA_NOINLINE void one_row(const Part& part, const uint8_t* ahead, int64_t lines) const {
+  CA_NOINLINE void one_row(const Part& part) {
     const int64_t k = part.k, blocks = part.blocks;
+    CodePrefetcher ahead = ahead_;
     const uint8_t* codes = part.codes;
     const Input* input = inputs_.row(begin_) + k;
     const float* input_sums = inputs_.sums_of(begin_, group) + k / group;
@@ -277,7 +282,7 @@ class QuantisedSimd {
     Floats all[kVectors];
     for (int v = 0; v < kVectors; ++v) all[v] = load(sums_ + v * kLanes);
     for (int64_t b = 0; b < blocks; ++b, codes += bits * kQuadBytes, input += kCodeBlock) {
-      for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      ahead.prefetch();
       Sum of_group[kVectors] = {};
       const auto add = [&](int quad, int lane, Ints each) {
         Sum& sum = of_group[lane / kLanes];
@@ -293,6 +298,7 @@ class QuantisedSimd {
       add_group(all, of_group, g, input_scales[b], input_sums[g]);
     }
     for (int v = 0; v < kVectors; ++v) store(sums_ + v * kLanes, all[v]);
+    ahead_ = ahead;
   }
 
   template <int rows, int group>
@@ -335,8 +341,46 @@ class QuantisedSimd {
       for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, all[r][v]);
   }
 
+#if CA_HAS_TILES
+  // kTile rows by unpacked codes: tiles multiply a group while vectors scale the previous one.
+  template <int group>
+  CA_NOINLINE void block_in_tiles(int64_t k, int64_t inputs, int64_t row, float* sums) {
+    const int64_t stride = inputs_.stride(), sums_row = inputs_.sums_stride();
+    const int8_t* input = inputs_.row(row) + k;
+    const float* input_sums = inputs_.sums_of(row, group) + k / group;
+    const float* input_scales = inputs_.scales(row) + k / kCodeBlock;
+    if (!tiles_) tiles_.emplace();
+    Floats all[kTile][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kTile; ++r)
+      for (int v = 0; v < kVectors; ++v) all[r][v] = load(sums + r * kPanel + v * kLanes);
+    const int64_t count = inputs / group;
+    tiles_->template multiply<group>(0, input, stride, weights_);
+    for (int64_t g = 0; g < count; ++g) {
+      if (g + 1 < count)
+        tiles_->template multiply<group>((g + 1) % 2, input + (g + 1) * group, stride,
+                                         weights_ + (g + 1) * group * kPanel);
+      const int32_t* products = tiles_->sums[g % 2];
+#pragma GCC unroll 16
+      for (int r = 0; r < kTile; ++r) {
+        Sum of_group[kVectors];
+        for (int v = 0; v < kVectors; ++v)
+          of_group[v] = load_as<Ints>(products + r * kPanel + v * kLanes);
+        add_group(all[r], of_group, g, input_scales[r * inputs_.blocks() + g * group / kCodeBlock],
+                  input_sums[r * sums_row + g]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kTile; ++r)
+      for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, all[r][v]);
+  }
+
+  std::optional<ByteTiles> tiles_;
+#endif
+
   const Inputs& inputs_;
   float* sums_;
+  CodePrefetcher ahead_;
   int64_t size_in_, begin_, end_;
   int group_ = kCodeBlock;
   alignas(64) GroupScales groups_;
