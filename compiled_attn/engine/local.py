@@ -222,8 +222,10 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Frees the graphs; the executor cannot be used afterwards. A second call does nothing."""
-        for each in (self.graphs, *self._steps.others, *self.others):
-            each.close()
+        for manager in (self.graphs, *self._steps.others):
+            manager.close()
+        for executor in self.others:
+            executor.close()
         self.copies.close()
         self._store.close()
 

@@ -61,8 +61,7 @@ class DraftModel:
         Raises:
             ConfigError: the executor has none, as it is not a `LocalExecutor`.
         """
-        model = target.draft if isinstance(target, LocalExecutor) else None
-        if model is None:
+        if not isinstance(target, LocalExecutor) or (model := target.draft) is None:
             raise ConfigError(
                 f"expected a LocalExecutor with speculate {config.speculate!r}, got "
                 f"{type(target).__name__}: use ngram:K"
