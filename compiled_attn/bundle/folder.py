@@ -25,7 +25,7 @@ from graphs.store.safety import refuse_unsafe
 __all__ = ["WEIGHTS", "Bundle", "BundleError", "BundleMisfit", "Manifest"]
 
 MANIFEST, DIGEST, WEIGHTS = "manifest.json", "manifest.sha256", "weights.bin"
-_FORMAT = 1
+_FORMAT = 2
 # Flags of /proc/cpuinfo of instructions that a compiler emits with -march=native; others describe
 # the system or the hypervisor.
 _COMPILED = re.compile(
