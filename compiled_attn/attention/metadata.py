@@ -13,7 +13,7 @@ from compiled_attn.attention.scoring import by_position, check_window
 from compiled_attn.attention.state import FEPS, FMIN
 from compiled_attn.cache.kv_cache import usage_bias
 
-__all__ = ["KeyRanks", "UnifiedMetadata"]
+__all__ = ["KeyRanks", "UnifiedMetadata", "through"]
 
 
 class KeyRanks(NamedTuple):
@@ -119,6 +119,12 @@ class UnifiedMetadata:
         """T if the step has a causal part, else 1."""
         return self.slot_mapping.shape[0] if self.is_prompt else 1
 
+    def through(self, block_of: Tensor) -> UnifiedMetadata:
+        """Returns the table layout with other blocks: ``block_of [num_blocks]`` in their places."""
+        tables = self.needs(self.block_tables, "block_tables")
+        slots = through(self.slot_mapping, block_of, self.block_size)
+        return replace(self, slot_mapping=slots, block_tables=block_of[tables])
+
     def windowed(self, window: int) -> UnifiedMetadata:
         """Calls `with_positions` for a sliding window only."""
         return self.with_positions(window=window)
@@ -194,6 +200,11 @@ class UnifiedMetadata:
                 "fill it, or use BatchBuilder"
             )
         return tensor
+
+
+def through(slots: Tensor, block_of: Tensor, block_size: int) -> Tensor:
+    """Returns slots ``[T]`` in other blocks: ``block_of [num_blocks]`` in the places of theirs."""
+    return block_of[slots // block_size] * block_size + slots % block_size
 
 
 def _rows(tensor: Tensor | None) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compiled_attn.bundle.folder import WEIGHTS, Bundle, BundleError, BundleMisfit
 from compiled_attn.cache import huge_pages
-from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
+from compiled_attn.cache.kv_cache import KVShape, NearLayers, PagedKVCache
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.graph_store import store_of
 from compiled_attn.engine.kernel import ChosenKernel
@@ -231,6 +231,8 @@ def _sizing_of(engine: Mapping[str, Any], layout: TableLayout) -> Sizing:
         buckets.with_cost(layout.cost(ModelWork(*engine["work"]))),
         step=StepSize(*engine["step"]),
         window=engine["window"],
+        near_window=engine["near"][0],
+        near_blocks=engine["near"][1],
     )
 
 
@@ -243,6 +245,7 @@ def _cache_of(bundle: Bundle, engine: Mapping[str, Any]) -> PagedKVCache:
         )
     heads, dim, has_value = engine["cache"]
     shapes = [KVShape(*each) for each in engine["cache_shapes"]]
+    near = engine["cache_near"]
     with huge_pages.touched_later():
         return PagedKVCache(
             len(shapes),
@@ -253,4 +256,5 @@ def _cache_of(bundle: Bundle, engine: Mapping[str, Any]) -> PagedKVCache:
             dtype=getattr(torch, engine["cache_dtype"]),
             has_value=has_value,
             shapes=shapes,
+            near=near and NearLayers(tuple(near[0]), near[1], near[2]),
         )

@@ -25,7 +25,7 @@ from graphs.store.safety import open_own, refuse_unsafe
 __all__ = ["WEIGHTS", "Bundle", "BundleError", "BundleMisfit", "Manifest"]
 
 MANIFEST, DIGEST, WEIGHTS = "manifest.json", "manifest.sha256", "weights.bin"
-_FORMAT, _MOST_THREADS, _MOST_DIGEST = 1, 4096, 1024
+_FORMAT, _MOST_THREADS, _MOST_DIGEST = 2, 4096, 1024
 # Flags of /proc/cpuinfo of instructions that a compiler emits with -march=native; others describe
 # the system or the hypervisor.
 _COMPILED = re.compile(

@@ -16,6 +16,7 @@ from compiled_attn.cache.slot_shadow import LayerShadow, SlotShadow, StepShadow
 
 __all__ = [
     "KVShape",
+    "NearLayers",
     "PagedKVCache",
     "gather_blocks",
     "read_blocks",
@@ -40,6 +41,20 @@ class KVShape(NamedTuple):
     same_as: int | None = None
 
 
+class NearLayers(NamedTuple):
+    """The windowed layers of a model, which have fewer blocks than its other layers.
+
+    Args:
+        layers: their numbers; layers with the same keys are all among them, or none is.
+        window: tokens that a token sees in any of them, itself included.
+        num_blocks: blocks of each of them, including the null block.
+    """
+
+    layers: tuple[int, ...]
+    window: int
+    num_blocks: int
+
+
 class PagedKVCache(nn.Module):
     """Keys and values of every layer in flat slots, addressed by ``block * block_size + offset``.
 
@@ -61,6 +76,7 @@ class PagedKVCache(nn.Module):
             ``has_value`` are then informative only.
         window: tokens that a token sees in any layer, itself included, if all have a sliding
             window; None: all before it.
+        near: layers with blocks of their own; None: all have the same.
 
     Raises:
         ValueError: a size is too small; the number of ``shapes`` is not ``num_layers``; ``same_as``
@@ -73,6 +89,9 @@ class PagedKVCache(nn.Module):
           float32, or None without quantisation
         - ``key_blocks(layer)``, ``value_blocks(layer)``: the same storage viewed as
           ``[num_blocks, block_size, num_kv_heads, head_dim]``
+
+    With ``near`` the null block and block ``near_of[block]`` of these layers, a buffer
+    ``[num_blocks]`` int32, stand for a block, see `NearBlocks`.
 
     Attributes:
         shadow: what the sanitizer checks each step with; None: nothing is checked.
@@ -93,6 +112,7 @@ class PagedKVCache(nn.Module):
         has_value: bool = True,
         shapes: Sequence[KVShape] | None = None,
         window: int | None = None,
+        near: NearLayers | None = None,
     ) -> None:
         super().__init__()
         self.num_layers = whole("num_layers", num_layers, 1)
@@ -107,6 +127,10 @@ class PagedKVCache(nn.Module):
         self.shapes = tuple([alike] * num_layers if shapes is None else shapes)
         _check_shapes(self.shapes, num_layers)
         self.shadow: SlotShadow | None = None
+        self.near = near
+        if near is not None:
+            near_of = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+            self.register_buffer("near_of", near_of, persistent=False)
         for layer, shape in enumerate(self.shapes):
             if shape.same_as is None:
                 self._allocate(layer, shape, dtype, device)
@@ -114,7 +138,7 @@ class PagedKVCache(nn.Module):
     def _allocate(
         self, layer: int, shape: KVShape, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
-        rows = self.num_blocks * self.block_size, shape.num_kv_heads
+        rows = self.blocks_of(layer) * self.block_size, shape.num_kv_heads
         for name, size in (("key", shape.head_dim), ("value", shape.value_dim)):
             if size is None:
                 continue
@@ -151,7 +175,7 @@ class PagedKVCache(nn.Module):
             if shape.same_as is None and shadow is None:
                 self._buffers.pop(f"tag_{layer}", None)
             elif shape.same_as is None:
-                tags = (self.num_blocks, self.block_size)
+                tags = (self.blocks_of(layer), self.block_size)
                 zeros = torch.zeros(tags, dtype=torch.int32, device=self.key(0).device)
                 self.register_buffer(f"tag_{layer}", zeros, persistent=False)
         self.shadow = shadow
@@ -166,6 +190,23 @@ class PagedKVCache(nn.Module):
             return None
         error = self.shadow.error(layer) if step.error is None else step.error
         return LayerShadow(self.tags(layer), error, step)
+
+    def is_near(self, layer: int) -> bool:
+        """Whether a layer has blocks of its own, see `NearLayers`."""
+        return self.near is not None and layer in self.near.layers
+
+    def blocks_of(self, layer: int) -> int:
+        """Returns the number of blocks of a layer, including the null block."""
+        return self.near.num_blocks if self.near and self.is_near(layer) else self.num_blocks
+
+    def buffers_of(self, *, near: bool) -> dict[str, Tensor]:
+        """Returns the buffers of the near layers, or those of all others, with their tags."""
+        named = {name: each for name, each in self._buffers.items() if each is not None}
+        if self.near is None:
+            return {} if near else named
+        named.pop("near_of")
+        layers = {str(layer) for layer in self.near.layers}
+        return {name: t for name, t in named.items() if (name.rpartition("_")[2] in layers) is near}
 
     def stores_value(self, layer: int) -> bool:
         """Whether a layer stores values; False: they are part of its keys."""
@@ -184,7 +225,7 @@ class PagedKVCache(nn.Module):
         return self._by_block(self.value(layer))
 
     def _by_block(self, slots: Tensor) -> Tensor:
-        return slots.view(self.num_blocks, self.block_size, *slots.shape[1:])
+        return slots.view(-1, self.block_size, *slots.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,8 +234,20 @@ class PagedKVCache(nn.Module):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, K, V and their scales together."""
-        homes = [shape for shape in self.shapes if shape.same_as is None]
+        """Bytes of one block over all layers but the near ones, K, V and their scales together."""
+        return self._bytes_of(near=False)
+
+    @property
+    def near_bytes_per_block(self) -> int:
+        """Bytes of one near block over all near layers, K, V and their scales together."""
+        return self._bytes_of(near=True)
+
+    def _bytes_of(self, *, near: bool) -> int:
+        homes = [
+            shape
+            for layer, shape in enumerate(self.shapes)
+            if shape.same_as is None and self.is_near(layer) is near
+        ]
         return self.block_size * sum(self._bytes_per_slot(shape) for shape in homes)
 
     def _bytes_per_slot(self, shape: KVShape) -> int:

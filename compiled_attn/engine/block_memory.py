@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import asdict, replace
 
 from compiled_attn.cache.blocks import BlockPool, BlockTable, PoolStats
+from compiled_attn.cache.blocks.grouped import GroupedPool
 from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.executor import COPIES, Executor
@@ -156,8 +157,16 @@ class BlockMemory:
 
     def _new_pool(self) -> BlockPool:
         sizing = self._executor.sizing
-        key, window = self._config.prefix_key, sizing.window
-        return BlockPool(sizing.num_blocks, sizing.block_size, key=key, window=window)
+        key, sizes = self._config.prefix_key, (sizing.num_blocks, sizing.block_size)
+        if sizing.near_window is None or sizing.near_blocks is None:
+            return BlockPool(*sizes, key=key, window=sizing.window)
+        return GroupedPool(
+            *sizes,
+            key=key,
+            near_window=sizing.near_window,
+            num_near=sizing.near_blocks,
+            near_of=self._executor.near_of,
+        )
 
     def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
         waste = self._config.defrag_waste

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,8 @@ _TIMES_WEIGHTS = 4
 class CacheSize:
     """The size of a KV cache in bytes (with scales, and the cache of the draft model), blocks (null
     block included) and tokens, and what determined it.
+
+    ``near_blocks``: blocks of the windowed layers (null block included), if they have their own.
     """
 
     dtype: str
@@ -36,6 +38,7 @@ class CacheSize:
     blocks: int
     tokens: int
     why: str
+    near_blocks: int = 0
 
     @staticmethod
     def of(
@@ -57,7 +60,8 @@ class CacheSize:
 
         Args:
             ranks: ranks that divide a context; the size is that of one rank.
-            slot: a cache of the model; None: makes one.
+            slot: a cache of the model, with near layers if they get blocks of their own; None:
+                makes one, without.
             step: tokens of a step at most, which a request holds beyond a sliding window; None: as
                 many as the context.
             draft: the draft model, whose cache has the blocks of all ranks; None: there is none.
@@ -69,17 +73,28 @@ class CacheSize:
 
         if slot is None:
             slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
-        block_bytes = slot.bytes_per_block // slot.block_size * config.block_size
-        if draft is not None:
-            own = cache_for(draft, 2, 1, dtype=config.cache_dtype)
-            block_bytes += ranks * (own.bytes_per_block // own.block_size) * config.block_size
+        size, step = config.block_size, step or context
         window = slot.window if ranks == 1 else None
         context = -(-context // ranks)
-        request = most_held(context, window, step or context, config.block_size)
-        blocks, why = _blocks(model, config, request, block_bytes)
-        _refuse_beyond_memory(model, config, blocks, block_bytes)
+        request = most_held(context, window, step, size)
+        share = _Share(slot.bytes_per_block // slot.block_size * size, request)
+        if draft is not None:
+            own = cache_for(draft, 2, 1, dtype=config.cache_dtype)
+            added = ranks * (own.bytes_per_block // own.block_size) * size
+            share = replace(share, block_bytes=share.block_bytes + added)
+        if slot.near is not None:
+            last = most_held(context, slot.near.window, 1 + config.longest_draft, size)
+            share = replace(
+                share,
+                near_bytes=slot.near_bytes_per_block // slot.block_size * size,
+                least_near=2 + most_held(context, slot.near.window, step, size),
+                most_near=2 + 2 * config.max_seqs * last + -(-step // size),
+            )
+        blocks, near, why = _blocks(model, config, share)
+        total = blocks * share.block_bytes + near * share.near_bytes
+        _refuse_beyond_memory(model, config, blocks, total)
         name = str(slot.dtype).removeprefix("torch.")
-        return CacheSize(name, blocks * block_bytes, blocks, (blocks - 1) * config.block_size, why)
+        return CacheSize(name, total, blocks, (blocks - 1) * size, why, near)
 
 
 def memory_for(model: nn.Module) -> int | None:
@@ -87,29 +102,63 @@ def memory_for(model: nn.Module) -> int | None:
     return machine_bytes(_device_of(model))
 
 
-def _blocks(
-    model: PreTrainedModel, config: EngineConfig, request: int, block_bytes: int
-) -> tuple[int, str]:
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """How memory is shared by blocks and near blocks, those of windowed layers.
+
+    A block in use needs at most one near block, so there are never more of them. There are as many
+    as all requests of a step need, and again for as many cached prefixes, or fewer if a request of
+    full context does not fit otherwise.
+
+    Args:
+        request: blocks of a request of full context, at most at a time.
+        least_near, most_near: near blocks (null block included) of one request, and of all.
+    """
+
+    block_bytes: int
+    request: int
+    near_bytes: int = 0
+    least_near: int = 0
+    most_near: int = 0
+
+    def near(self, blocks: int) -> int:
+        """Returns the near blocks for a number of blocks without a limit of memory."""
+        return min(blocks, self.most_near)
+
+    def within(self, given: int) -> tuple[int, int]:
+        """Returns the blocks and the near blocks, null blocks included, that bytes are for."""
+        near = self.near(given // (self.block_bytes + self.near_bytes))
+        blocks = (given - near * self.near_bytes) // self.block_bytes
+        whole = (1 + self.request) * self.block_bytes
+        if blocks <= self.request and given >= whole + self.least_near * self.near_bytes:
+            near = (given - whole) // self.near_bytes
+            blocks = (given - near * self.near_bytes) // self.block_bytes
+        return blocks, near
+
+
+def _blocks(model: PreTrainedModel, config: EngineConfig, share: _Share) -> tuple[int, int, str]:
     if config.num_blocks is not None:
-        return config.num_blocks, "num_blocks"
+        return config.num_blocks, share.near(config.num_blocks), "num_blocks"
     if config.kv_bytes is not None:
-        return _blocks_within(config.kv_bytes, block_bytes, config), "kv_memory"
-    limits = [(budget // block_bytes, why) for budget, why in _budgets(model, config)]
-    limits.append((config.max_seqs * request, "max_seqs requests of full context"))
-    least = request, "one request of full context"
-    blocks, why = max(least, min(limits))
-    return 1 + blocks, why
+        return *_blocks_within(config.kv_bytes, share, config), "kv_memory"
+    most, least = config.max_seqs * share.request, share.request
+    limits = [(*share.within(budget), why) for budget, why in _budgets(model, config)]
+    limits.append((most, share.near(1 + most), "max_seqs requests of full context"))
+    one = least, min(1 + least, share.least_near), "one request of full context"
+    blocks, near, why = max(one, min(limits))
+    return 1 + blocks, near, why
 
 
-def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
-    blocks = given // block_bytes
-    if blocks < 2:
+def _blocks_within(given: int, share: _Share, config: EngineConfig) -> tuple[int, int]:
+    blocks, near = share.within(given)
+    least = 2 * (share.block_bytes + share.near_bytes)
+    if given < least:
         raise ConfigError(
-            f"expected kv_memory of at least {2 * block_bytes:,} bytes, two blocks of "
+            f"expected kv_memory of at least {least:,} bytes, two blocks of "
             f"{config.block_size} tokens of which one is the null block, got {given:,}: raise "
             "kv_memory (--kv-memory) or lower block_size"
         )
-    return blocks
+    return blocks, near
 
 
 def _budgets(model: nn.Module, config: EngineConfig) -> Iterator[tuple[int, str]]:
@@ -128,10 +177,10 @@ def _budgets(model: nn.Module, config: EngineConfig) -> Iterator[tuple[int, str]
 
 
 def _refuse_beyond_memory(
-    model: PreTrainedModel, config: EngineConfig, blocks: int, block_bytes: int
+    model: PreTrainedModel, config: EngineConfig, blocks: int, needed: int
 ) -> None:
     """Checks before the allocation, as the system would promise more memory than there is."""
-    available, needed = memory_for(model), blocks * block_bytes
+    available = memory_for(model)
     if available is not None and needed > available:
         raise ConfigError(
             f"not enough memory: expected a KV cache of at most {available:,} bytes, which this "

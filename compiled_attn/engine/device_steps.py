@@ -65,7 +65,10 @@ class DeviceSteps:
 
     def __init__(self, model: PagedCausalLM, buckets: BucketSpace, spec: CaptureSpec) -> None:
         self.module: nn.Module = NextTokens(model)
-        self._layout, self._vocab = model.layout, model.vocab
+        self._layout, self._vocab, self._cache = model.layout, model.vocab, model.cache
+        self.near_of: Tensor | None = None  # of the host, see `Executor.near_of`
+        if model.cache.near is not None:
+            self.near_of = model.cache.get_buffer("near_of").cpu()
         self._rows = {bucket: len(self._layout.padding(bucket).logits_index) for bucket in buckets}
         sizes = (staged_bytes(self._batch(bucket)) for bucket in buckets)
         weight = next(model.parameters())
@@ -89,7 +92,8 @@ class DeviceSteps:
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
         """Returns inputs of padding alone, to capture a bucket with."""
-        return [self._last, *self._staging.stage(self._batch(bucket))[: -len(SamplingRows._fields)]]
+        _, *staged = self._staging.stage(self._batch(bucket))
+        return [self._last, *staged[: -len(SamplingRows._fields)]]
 
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> Sequence[RowResult]:
         """See `Executor.launch`."""
@@ -106,7 +110,9 @@ class DeviceSteps:
         )
         batch = step.plan.fill(step.bucket)
         before = _rows_before(parts, self._row_before, len(batch.input_ids))
-        staged = self._staging.stage([before, *batch, *settings])
+        near_of, *staged = self._staging.stage([self.near_of, before, *batch, *settings])
+        if near_of is not None:
+            self._cache.get_buffer("near_of").copy_(near_of)
         inputs, own = staged[: -len(settings)], staged[-len(settings) :]
         logits, tokens = graphs.run(step.bucket, self._last, *inputs)
         if on_host:
@@ -124,7 +130,7 @@ class DeviceSteps:
     def _batch(self, bucket: Bucket) -> list[Tensor | None]:
         batch = self._layout.padding(bucket)
         before = _rows_before(ScheduledStep({}), {}, len(batch.input_ids))
-        return [before, *batch, *SamplingRows.padding(self._rows[bucket])]
+        return [self.near_of, before, *batch, *SamplingRows.padding(self._rows[bucket])]
 
 
 def _spec_for_sampling(spec: CaptureSpec) -> CaptureSpec:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.logprobs import RowResult
@@ -87,6 +90,11 @@ class Executor(Protocol):
     @property
     def copies(self) -> BlockSwap:
         """Copies blocks of the cache."""
+
+    @property
+    def near_of(self) -> NDArray[np.int32]:
+        """The near block of each block ``[num_blocks]``, which the pool updates between launches;
+        only with `Sizing.near_blocks`."""
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures the graphs of steps and copies.

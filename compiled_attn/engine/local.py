@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compiled_attn.cache.defrag import BlockSwap
@@ -97,8 +99,9 @@ class LocalExecutor:
         self.schedules_ahead = config.async_scheduling and model.device.type != "cpu"
         self.eos = eos_tokens(model)
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
+        near, size, dtype = sizing.near_blocks, sizing.block_size, config.cache_dtype
         with touched_later():  # after the measurements of packing and oneDNN
-            self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
+            self.cache = cache_for(model, blocks, size, dtype=dtype, near_blocks=near)
             packed = packs(model, config, self.kernel)
             self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
             options = self._backend_options(model)
@@ -142,6 +145,15 @@ class LocalExecutor:
         if speculation is None or speculation.model is None:
             return None
         return load_draft(speculation.model, model)
+
+    @property
+    def near_of(self) -> NDArray[np.int32]:
+        """See `Executor.near_of`."""
+        if isinstance(self._steps, DeviceSteps):
+            assert self._steps.near_of is not None
+            return self._steps.near_of.numpy()
+        near_of: NDArray[np.int32] = self.cache.get_buffer("near_of").numpy()
+        return near_of
 
     def sanitize(self, is_on: bool) -> None:
         """Adds what the sanitizer needs to the cache, before the warmup, or removes it."""

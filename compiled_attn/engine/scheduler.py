@@ -237,8 +237,8 @@ class Scheduler:
                 sequence.commit_from = self.pool.commit(
                     sequence.request_id, sequence.tokens, computed
                 )
-                if self.pool.window is not None:
-                    self._release(sequence, computed, self.pool.window - 1)
+                if (window := self.pool.released_window) is not None:
+                    self._release(sequence, computed, window - 1)
 
     def _release(self, sequence: RequestState, computed: int, before: int) -> None:
         """Releases the blocks that neither the next step, which may be launched, nor a later one
@@ -381,8 +381,9 @@ class Scheduler:
     def _has_blocks(self, sequence: RequestState, prompt: PromptKeys | None) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.
         pool, spare, length = self.pool, len(self.running), len(sequence.tokens)
-        at_once = most_held(length, pool.window, self.max_tokens, pool.block_size) + spare
-        length += spare * pool.block_size
+        window, size = pool.released_window, pool.block_size
+        at_once = most_held(length, window, self.max_tokens, size) + spare
+        length += spare * size
         return pool.can_allocate(length, prompt, salt=sequence.salt, at_once=at_once)
 
 

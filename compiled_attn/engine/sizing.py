@@ -93,6 +93,9 @@ class Sizing:
         recorded: counts the needs of steps, with ``learn_buckets``.
         window: tokens that a token sees, itself included, where all layers have a sliding window
             and one rank has the cache: blocks before it are released. None: no block is.
+        near_window: the same of the windowed layers, where they have blocks of their own
+            (`NearLayers`): the table layout, of a model that also has others. None: none have.
+        near_blocks: blocks of these layers, null block included.
     """
 
     context: int
@@ -106,6 +109,8 @@ class Sizing:
     ranks: int = 1
     recorded: RecordedSizes | None = None
     window: int | None = None
+    near_window: int | None = None
+    near_blocks: int | None = None
 
     @staticmethod
     def of(
@@ -114,11 +119,14 @@ class Sizing:
         layout: LayoutType = PartsLayout,
         ranks: int = 1,
         draft: PreTrainedModel | None = None,
+        *,
+        has_near: bool = True,
     ) -> Sizing:
         """Computes the sizes that the configuration leaves open.
 
         Args:
             draft: drafts tokens, and has a cache of as many blocks; None: there is none.
+            has_near: whether windowed layers may have blocks of their own.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
@@ -127,7 +135,8 @@ class Sizing:
         step = StepSize.of(config, layout.symbolic)
         from compiled_attn.models.hf import cache_for  # loads transformers
 
-        slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
+        near_blocks = 2 if has_near and layout is TableLayout and ranks == 1 else None
+        slot = cache_for(model, 2, 1, dtype=config.cache_dtype, near_blocks=near_blocks)
         cache = CacheSize.of(model, config, context, ranks, slot, step.tokens, draft)
         num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
         window = slot.window if ranks == 1 else None
@@ -150,6 +159,8 @@ class Sizing:
             ranks,
             recorded,
             window,
+            slot.near.window if slot.near else None,
+            cache.near_blocks if slot.near else None,
         )
         sizing._refuse_steps_beyond_memory(model)
         return sizing

@@ -6,17 +6,19 @@ from collections.abc import Hashable, Sequence
 from typing import NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.cache.blocks import BlockPool, BlockTable
+from compiled_attn.cache.blocks.grouped import GroupedPool
 from compiled_attn.cache.blocks.window import blocks_before
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.executor import Executor, PlannedStep
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.testing.sanitizer.corrupt import CorruptCache
-from compiled_attn.testing.sanitizer.ledger import Ledger, StepTokens, poison
+from compiled_attn.testing.sanitizer.ledger import Ledger, NearTags, StepTokens, poison
 
 __all__ = ["StepWatch", "watched_cache"]
 
@@ -39,7 +41,9 @@ class StepWatch:
         self._pool: BlockPool | None = None
         self._exchanges = 0
         self._seen: dict[Hashable, tuple[BlockTable, int]] = {}  # block table, number of its blocks
-        self._ledger = Ledger(cache.shadow, self._tags, cache.num_blocks, self._is_free)
+        self._ledger = Ledger(
+            cache.shadow, self._tags, cache.num_blocks, self._is_free, near=self._near_tags
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -64,6 +68,7 @@ class StepWatch:
         self._check_pool(parts, fresh, pool)
         # A block that is in use again still holds the data of its previous owner.
         self._reset([block for block in fresh if not self._clean[block]])
+        self._reset_near(np.fromiter(fresh, np.int64))
         self._clean &= self._free
         self._reset(np.flatnonzero(self._free & ~self._clean))
         self._clean |= self._free
@@ -138,14 +143,34 @@ class StepWatch:
     def _reset(self, blocks: Sequence[int] | NDArray[np.int64]) -> None:
         if len(blocks):
             at = np.asarray(blocks, np.int64)
-            for name, buffer in self._cache.named_buffers(recurse=False):
+            for name, buffer in self._cache.buffers_of(near=False).items():
                 if not name.startswith("tag_"):
                     poison(buffer, at, self._cache.num_blocks)
             self._ledger.freed(at, self._ledger.step - 1)
+            self._reset_near(at)
+
+    def _reset_near(self, blocks: NDArray[np.int64]) -> None:
+        """Poisons the near blocks of these blocks, which were lent to others before."""
+        if self._cache.near is None or not isinstance(self._pool, GroupedPool):
+            return
+        at = torch.from_numpy(self._pool.near.near_of[blocks].astype(np.int64))
+        at = at[at > 0]
+        for name, buffer in self._cache.buffers_of(near=True).items():
+            if name.startswith("tag_"):
+                buffer.index_fill_(0, at.to(buffer.device), 0)
+            else:
+                poison(buffer, at.numpy(), self._cache.near.num_blocks)
 
     def _tags(self) -> list[Tensor]:
-        named = self._cache.named_buffers(recurse=False)
+        named = self._cache.buffers_of(near=False).items()
         return [buffer for name, buffer in named if name.startswith("tag_")]
+
+    def _near_tags(self) -> NearTags | None:
+        if self._cache.near is None or not isinstance(self._pool, GroupedPool):
+            return None
+        named = self._cache.buffers_of(near=True).items()
+        tags = [buffer for name, buffer in named if name.startswith("tag_")]
+        return NearTags(self._cache.near.layers, tags, self._pool.near.near_of)
 
     def _is_free(self, block: int) -> bool:
         return bool(self._free[block])

@@ -28,9 +28,8 @@ class BlockPool:
     O(log n) per block it touches.
 
     A request goes through ``add`` -> (``reserve`` -> write K/V on the device -> ``commit``)* ->
-    ``free``. If ``reserve`` decided on a copy on write (after ``fork``), the caller copies the
-    pairs of ``pending_copies`` before it writes K/V. Every error leaves the pool as it was. Not
-    thread-safe.
+    ``free``. After ``fork`` the caller copies the pairs of ``pending_copies`` before it writes K/V.
+    Every error leaves the pool as it was. Not thread-safe.
 
     Block ids are physical: rows of the cache. A defragmenter that moves blocks renames them with
     ``exchange``, in all tables at once.
@@ -84,6 +83,11 @@ class BlockPool:
         return self._blocks.available
 
     @property
+    def released_window(self) -> int | None:
+        """The window before which blocks of a running request are released; None: none are."""
+        return self.window
+
+    @property
     def num_used(self) -> int:
         """Number of used blocks."""
         return self._blocks.states.num_used
@@ -114,10 +118,8 @@ class BlockPool:
         return table
 
     def prompt(self, tokens: Tokens, *, salt: Salt = None) -> PromptKeys:
-        """Returns the hashed form of a prompt for `add` and `can_allocate`.
-
-        For a request that waits: tokens are hashed once, blocks looked up on every call. The tokens
-        must not change.
+        """Returns the hashed form of a prompt, which must not change, for `add` and `can_allocate`:
+        tokens are hashed once, blocks looked up on every call.
         """
         return PromptKeys(self._index, tokens, salt)
 
@@ -126,8 +128,7 @@ class BlockPool:
     ) -> BlockTable:
         """Registers a request, which then shares the longest cached prefix of full blocks.
 
-        At most ``len(tokens) - 1`` tokens are found: the last one is always computed, because its
-        logits are needed. Never runs out of blocks.
+        At most ``len(tokens) - 1`` tokens are found: the last one's logits are needed.
 
         Args:
             request_id: any hashable name that is not in the pool.
@@ -147,14 +148,13 @@ class BlockPool:
         table = BlockTable(request_id, self.block_size, self._index.root(salt))
         if tokens is not None:
             prompt = self._index.prompt(tokens, salt)
-            count = len(prompt.tokens)
-            blocks, key = self._index.match(prompt, limit=max(0, count - 1))
+            blocks, key = self._match(prompt)
             table._skip(prompt.keys(blocks.count(0)))
             self._hold(table, blocks)
             table._key, table._num_keyed = key, len(blocks)
             table.num_cached_tokens = table.num_computed = len(blocks) * self.block_size
             table.length = table.num_computed
-            self._queried_tokens += count
+            self._queried_tokens += len(prompt.tokens)
             self._hit_tokens += table.num_cached_tokens
         self._tables[request_id] = table
         return table
@@ -169,19 +169,18 @@ class BlockPool:
     ) -> bool:
         """Whether ``add`` and then ``reserve`` of a new request would succeed; no side effects.
 
-        ``at_once``: blocks that it holds at most at a time, if others are released; None: all.
+        ``at_once``: blocks that it holds at most at a time, see `release_before`; None: all.
         """
         needed = -(-whole("length", length, 0) // self.block_size)
         hits: list[int] = []
         if tokens is not None:
-            prompt = self._index.prompt(tokens, salt)
-            hits, _ = self._index.match(prompt, limit=max(0, len(prompt.tokens) - 1))
+            hits, _ = self._match(self._index.prompt(tokens, salt))
         needed -= len(hits)
         hits = hits[hits.count(0) :]
         if at_once is not None:
             needed = min(needed, at_once - len(hits))
         cached = len(hits) - int(np.count_nonzero(self.refcounts[hits])) if hits else 0
-        return needed <= self.available - cached
+        return needed <= self._blocks.available - cached
 
     def can_reserve(self, request_id: Hashable, length: int) -> bool:
         """Whether ``reserve(request_id, length)`` would succeed; no side effects."""
@@ -275,9 +274,8 @@ class BlockPool:
         self.table(request_id)._withdraw(self._blocks, self._index, whole("first", first, 0))
 
     def release_before(self, request_id: Hashable, position: int) -> int:
-        """Releases the blocks of positions below ``position`` alone, which no later step reads.
-
-        The table holds null block 0 in their places. Committed ones stay cached.
+        """Releases the blocks of positions below ``position`` alone, which no later step reads:
+        the table holds null block 0 in their places. Committed ones stay cached.
 
         Returns:
             The smallest position that releases another block.
@@ -290,8 +288,8 @@ class BlockPool:
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
         """Registers ``child_id`` with the blocks, positions and salt of ``parent_id``, uncopied.
 
-        Both share the positions reserved so far, and must have the same tokens there. The first of
-        them to reserve further into a partly filled last block gets a copy of it.
+        Both share the positions reserved so far, and must have the same tokens there. The first one
+        to reserve further into a partly filled last block gets a copy of it.
 
         Raises:
             UnknownRequest: the parent is not in the pool.
@@ -330,8 +328,7 @@ class BlockPool:
     def free(self, request_id: Hashable) -> None:
         """Releases all blocks of a finished request, whose table becomes empty.
 
-        Committed full blocks stay cached. The id can be added again at once. Raises
-        ``UnknownRequest``, also on the second call.
+        Committed full blocks stay cached. The id can be added again; a second call raises.
         """
         table = self.table(request_id)
         # Last block first, so that the tail of a chain is evicted before what leads to it.
@@ -343,8 +340,8 @@ class BlockPool:
     def preempt(self, request_id: Hashable) -> None:
         """Frees a request that will come back, and counts it.
 
-        The pool forgets the id. To resume, ``add`` it with the prompt *and* the generated tokens:
-        blocks that were not evicted are found in the prefix cache, the rest is recomputed.
+        To resume, ``add`` it with the prompt *and* the generated tokens: blocks that were not
+        evicted are found in the prefix cache.
         """
         self.free(request_id)
         self._num_preemptions += 1
@@ -393,6 +390,9 @@ class BlockPool:
             f"BlockPool(num_blocks={self.num_blocks}, block_size={self.block_size}, "
             f"used={s.num_used}, free={s.num_free}, cached={s.num_cached})"
         )
+
+    def _match(self, prompt: PromptKeys) -> tuple[list[int], bytes]:
+        return self._index.match(prompt, limit=max(0, len(prompt.tokens) - 1))
 
     def _hold(self, table: BlockTable, blocks: list[int]) -> None:
         for block in blocks[table.num_released :]:

@@ -75,6 +75,10 @@ class PromptKeys:
         """Returns the keys of the first ``count`` blocks, which a match has found or skipped."""
         return self._keys[1 : count + 1]
 
+    def after(self, count: int) -> bytes:
+        """Returns the key after the first ``count`` blocks, which a match has found or skipped."""
+        return self._keys[count]
+
 
 class PrefixIndex:
     """Content address of full blocks: ``key(block) = hash(key(parent), tokens of the block)``.

@@ -134,8 +134,8 @@ def alias(rows: Tensor) -> Tensor:
 def _source_of(buffers: PagedKVCache | Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
     """Returns a function that returns the current tensors: moving a cache replaces them."""
     if isinstance(buffers, PagedKVCache):
-        # Not buffers(): this runs on every call, and that costs as much as the call.
-        return lambda: [tensor for tensor in buffers._buffers.values() if tensor is not None]
+        # Near blocks stay where they are. Not buffers(): it costs as much as the call.
+        return lambda: [*buffers.buffers_of(near=False).values()]
     tensors = list(buffers)
     wrong = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
     if wrong:

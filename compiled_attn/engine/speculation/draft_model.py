@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import EngineConfig
@@ -13,11 +14,15 @@ from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.request_state import RequestState, Status
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import ScheduledStep
+from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.speculation.setting import LONGEST
 from compiled_attn.engine.speculation.state import DraftState
 from compiled_attn.errors import ConfigError
 from compiled_attn.models.hf import context_limit
 from graphs import BucketEvent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["DraftModel"]
 
@@ -33,6 +38,12 @@ class _Twin:
     target: RequestState
     own: RequestState
     known: int = 0
+
+
+class _DraftExecutor(LocalExecutor):
+    def _sizing_of(self, model: PreTrainedModel) -> Sizing:
+        # The twins of requests hold all of their blocks at once.
+        return Sizing.of(model, self.config, self.kernel.layout, has_near=False)
 
 
 class DraftModel:
@@ -72,7 +83,7 @@ class DraftModel:
             kv_memory=None, context=context, buckets=None, learn_buckets=None, warmup_journal=None,
             defrag_waste=1.0,
         )  # fmt: skip
-        executor = LocalExecutor(model, settings)
+        executor = _DraftExecutor(model, settings)
         target.others.append(executor)
         return DraftModel(executor)
 

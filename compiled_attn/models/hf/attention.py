@@ -9,7 +9,8 @@ tokens. Source: DeepSeek-V2 (2024), 2.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.metadata import UnifiedMetadata, through
 from compiled_attn.attention.unified import unified_attention
 from compiled_attn.cache.kv_cache import KVShape, PagedKVCache, write_slots
 from compiled_attn.cache.slot_shadow import LayerShadow, StepShadow, check_layer
@@ -117,7 +118,7 @@ class PagedStep:
     """What the attention of every layer needs, passed to the model as the keyword ``paged``.
 
     The metadata of each window is built once per step, for all layers; in table layout it is the
-    same for all windows.
+    same for all windows, unless layers have blocks of their own (`NearLayers`).
 
     Args:
         cache: the paged cache.
@@ -127,7 +128,8 @@ class PagedStep:
         regions: for each decoder layer the key of its region, see
             `graphs.torch_internals.regions.Region`; None: layers are not regions.
         packed: ``by_window`` for these regions.
-        shadow: what the sanitizer compares, or None.
+        shadow, near_shadow: what the sanitizer compares in layers without and with blocks of their
+            own, or None.
     """
 
     cache: PagedKVCache
@@ -137,14 +139,31 @@ class PagedStep:
     regions: tuple[int | None, ...] | None = None
     packed: Any = None
     shadow: StepShadow | None = None
+    near_shadow: StepShadow | None = None
 
     @staticmethod
     def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
         """Builds the step; in parts layout with metadata for each of the windows."""
         by_window: dict[int | None, UnifiedMetadata] = {None: metadata}
-        if metadata.has_parts:
+        if cache.near is not None:
+            near = metadata.through(cache.get_buffer("near_of"))
+            by_window |= dict.fromkeys(windows, near)
+        elif metadata.has_parts:
             by_window |= {window: metadata.windowed(window) for window in windows}
         return PagedStep(cache, by_window)
+
+    def with_shadow(
+        self, shadow_of: Callable[[UnifiedMetadata, int | None], StepShadow]
+    ) -> PagedStep:
+        """Adds what ``shadow_of(metadata, window)`` returns, ``window``: of all layers that have
+        the same blocks."""
+        cache = self.cache
+        shadow = shadow_of(self.by_window[None], cache.window)
+        if cache.near is None:
+            return replace(self, shadow=shadow)
+        near = shadow_of(self.by_window[cache.near.window], cache.near.window)
+        slots = through(near.slots, cache.get_buffer("near_of"), cache.block_size)
+        return replace(self, shadow=shadow, near_shadow=near._replace(slots=slots))
 
     def of_layer(self, layer: int) -> PagedLayer:
         """Returns the step as a layer of the cache sees it."""
@@ -152,7 +171,8 @@ class PagedStep:
         value = cache.value(layer) if cache.stores_value(layer) else None
         scales = cache.key_scale(layer), cache.value_scale(layer)
         windows = self.by_window if self.packed is None else self.packed
-        shadow = cache.layer_shadow(layer, self.shadow)
+        step = self.near_shadow if cache.is_near(layer) else self.shadow
+        shadow = cache.layer_shadow(layer, step)
         return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales, shadow)
 
 
@@ -208,11 +228,9 @@ def paged_attention_forward(
     projection = None
     if value_slots is None:
         query, projection = absorb(module, query)
-    metadata = paged.by_window.get(sliding_window)
-    if metadata is not None:
+    metadata = paged.by_window.get(sliding_window, paged.by_window[None])
+    if metadata.has_parts and sliding_window in paged.by_window:
         sliding_window = None  # which the metadata includes
-    else:
-        metadata = paged.by_window[None]
     queries, keys, values = [each[0].transpose(0, 1) for each in (query, key, value)]
     if shadow is not None:
         check_layer(shadow, metadata.slot_mapping, reads=not paged.only_writes, keeps_first=False)

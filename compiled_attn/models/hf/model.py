@@ -168,12 +168,11 @@ class PagedCausalLM(nn.Module):
         return logits[rows] if has_all and not options else logits
 
     def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
-        size, windows, longest = cache.block_size, self.windows, cache.window
+        size, windows = cache.block_size, self.windows
         rows, tokens, shadow = step.logits_index, step.input_ids, cache.shadow
         paged = PagedStep.of(cache, self.layout.metadata(step, size), windows)
         if shadow is not None:
-            step_of = step_shadow(shadow, paged.by_window[None], tokens, longest)
-            paged = replace(paged, shadow=step_of)
+            paged = paged.with_shadow(lambda m, w: step_shadow(shadow, m, tokens, w))
         # Without a compiler the first run of the last layer would be computed for nothing.
         cuts = self._cuts_last_layer and (torch.compiler.is_compiling() or self._in_trial)
         if not cuts or statically_known_true(len(tokens) <= len(rows)):
@@ -183,7 +182,8 @@ class PagedCausalLM(nn.Module):
             return paged
         last = PagedStep.of(cache, few, windows)
         if shadow is not None:
-            last = replace(last, shadow=logits_shadow(shadow, few, rows, len(tokens), longest))
+            count = len(tokens)
+            last = last.with_shadow(lambda m, w: logits_shadow(shadow, m, rows, count, w))
         return replace(paged, logits=LogitsRows(rows, last))
 
     def remember(self) -> None:

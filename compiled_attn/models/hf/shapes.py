@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
+from compiled_attn.cache.kv_cache import KVShape, NearLayers, PagedKVCache
 from compiled_attn.models.hf.attention import latent_shape
 from compiled_attn.models.hf.recorder import AttentionCall, record
 from compiled_attn.models.hf.refusal import refusal
@@ -75,6 +75,7 @@ def cache_for(
     block_size: int,
     *,
     dtype: torch.dtype | None = None,
+    near_blocks: int | None = None,
 ) -> PagedKVCache:
     """Creates a `PagedKVCache` for the layers of a Hugging Face model.
 
@@ -86,6 +87,8 @@ def cache_for(
         model: a causal LM; it is left unchanged.
         num_blocks, block_size: see `PagedKVCache`.
         dtype: dtype of the cache; None: that of the weights.
+        near_blocks: blocks of windowed layers, see `NearLayers`, if only some layers are; None: as
+            many as of the others.
 
     Raises:
         ValueError: the sizes are too small.
@@ -104,7 +107,16 @@ def cache_for(
         has_value=any(shape.value_dim for shape in shapes),
         shapes=shapes,
         window=max(windows) if all(windows) else None,
+        near=None if near_blocks is None else _near(shapes, windows, near_blocks),
     )
+
+
+def _near(shapes: Sequence[KVShape], windows: Sequence[int], blocks: int) -> NearLayers | None:
+    layers = tuple(layer for layer, window in enumerate(windows) if window)
+    shared = [(layer, same) for layer, (*_, same) in enumerate(shapes) if same is not None]
+    if len(layers) in (0, len(windows)) or any((a in layers) != (b in layers) for a, b in shared):
+        return None
+    return NearLayers(layers, max(windows), blocks)
 
 
 def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:

@@ -90,6 +90,11 @@ def kv_sanitizer(watched: Any, **sizes: Any) -> Iterator[Any]:
         raise ValueError(
             "expected a cache without a sanitizer, got one in a sanitizer: leave one of them out"
         )
+    if watched.near is not None:
+        raise ValueError(
+            "expected a cache whose layers have the same blocks, got one with near layers: check "
+            "the engine that has it"
+        )
     cache = CacheWatch(watched, **given)
     try:
         yield cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -14,7 +14,7 @@ from compiled_attn.cache.slot_shadow import FINE, NOT_CALLED, ExpectedStep, Slot
 from compiled_attn.testing.sanitizer.corrupt import CorruptCache
 from compiled_attn.testing.sanitizer.lineage import Lineage
 
-__all__ = ["Ledger", "StepTokens", "poison"]
+__all__ = ["Ledger", "NearTags", "StepTokens", "poison"]
 
 _REMEMBERED = 512  # requests whose tokens messages can name
 _STALE = ("token id", "position", "length", "number of new tokens", "set of visible tokens")
@@ -42,6 +42,25 @@ class StepTokens(NamedTuple):
     first: int = 0
 
 
+class NearTags(NamedTuple):
+    """Tags of layers with blocks of their own, see `compiled_attn.cache.kv_cache.NearLayers`.
+
+    Args:
+        layers: their numbers.
+        tags: their tags, ``[near blocks, block_size]`` each.
+        near_of: ``[num_blocks]`` int32, the near block of each block; 0: none.
+    """
+
+    layers: tuple[int, ...]
+    tags: Sequence[Tensor]
+    near_of: NDArray[np.int32]
+
+    def slot(self, slot: int, size: int) -> int:
+        """Returns the slot of the cache that a near slot stands for; in the null block: none."""
+        block = int(np.argmax(self.near_of == slot // size)) if slot >= size else 0
+        return block * size + slot % size
+
+
 class Ledger:
     """Fills a shadow before each step, and raises its errors after the step.
 
@@ -51,6 +70,7 @@ class Ledger:
         num_blocks: blocks of the cache, null block included.
         is_free: returns whether a block is free now.
         calls: error records per layer: 2 if writes and reads are separate calls.
+        near: returns the tags of layers with blocks of their own, which ``tags`` leaves out.
 
     Attributes:
         step: number of the current step, which the caller counts.
@@ -63,8 +83,9 @@ class Ledger:
         num_blocks: int,
         is_free: Callable[[int], bool],
         calls: int = 1,
+        near: Callable[[], NearTags | None] = lambda: None,
     ) -> None:
-        self.step = 0
+        self.step, self._near = 0, near
         self._shadow, self._tags, self._is_free, self._calls = shadow, tags, is_free, calls
         self._lineages: dict[Hashable, Lineage] = {}
         self._rows: dict[Hashable, list[int]] = {}  # row of the shadow, positions that are there
@@ -74,10 +95,17 @@ class Ledger:
 
     def freed(self, blocks: NDArray[np.integer[Any]], after: int) -> None:
         """Forgets what blocks hold, which were freed after a step."""
-        at = torch.from_numpy(np.asarray(blocks, np.int64))
-        for tags in self._tags():
+        for tags, of in self._groups():
+            at = torch.from_numpy(of[blocks])
             tags.index_fill_(0, at.to(tags.device), 0)
         self._freed[blocks] = after
+
+    def _groups(self) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+        """Yields the tags of each layer, and its block for each block of the cache."""
+        near = self._near()
+        yield from ((tags, np.arange(len(self._freed))) for tags in self._tags())
+        if near is not None:
+            yield from ((tags, near.near_of.astype(np.int64)) for tags in near.tags)
 
     def begin(self, parts: Sequence[StepTokens], logits: int = 0) -> None:
         """Says what step `step` computes, of which ``logits`` rows need logits.
@@ -142,8 +170,12 @@ class Ledger:
         self._shadow.reset()
         if (step[:4] != FINE).any():
             self._explain_step(step)
+        near, size = self._near(), self._shadow.block_size
         for layer, error in enumerate(layers):
             number = min(layer, self._shadow.layers - 1) // self._calls
+            if near is not None and number in near.layers:
+                error[1] = near.slot(int(error[1]), size)
+                error[4] = near.slot(int(error[4]) * size, size) // size
             if error[0] != FINE:
                 self._explain_write(number, *map(int, error[:3]))
             if error[3] != FINE:
@@ -183,12 +215,12 @@ class Ledger:
         is_gone = np.ones(len(refused), np.bool_)
         is_gone[: len(now)] = now != refused[: len(now)]
         position = start + np.flatnonzero(is_gone)
-        slots = np.asarray(part.blocks, np.int64)[position // size] * size + position % size
-        at, old = torch.from_numpy(slots), torch.from_numpy(refused[is_gone])
-        for tags in self._tags():
+        blocks, old = np.asarray(part.blocks, np.int64)[position // size], refused[is_gone]
+        for tags, of in self._groups():
+            at = torch.from_numpy(of[blocks] * size + position % size)
             flat, there = tags.view(-1), at.to(tags.device)
             found = flat[there]
-            flat[there] = torch.where(found == old.to(found), 0, found)
+            flat[there] = torch.where(found == torch.from_numpy(old).to(found), 0, found)
 
     def _rows_of(self, parts: Sequence[StepTokens]) -> list[list[int]]:
         rows, now = self._rows, {part.request for part in parts}

@@ -155,5 +155,6 @@ def test_the_report_says_what_was_chosen_and_why(model):
         "blocks": 40,
         "tokens": 39 * 4,
         "why": "kv_memory",
+        "near_blocks": 0,
     }
     assert engine.executor.cache.bytes_per_block * 40 == 40 * BLOCK
