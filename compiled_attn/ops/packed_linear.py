@@ -158,7 +158,8 @@ def reference_all(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> list[Tensor]:
     """`reference` for each layer; ``biases``: one per layer, or none."""
-    layers = zip(weights, biases or [None] * len(weights), strict=True)
+    given: Sequence[Tensor | None] = biases or [None] * len(weights)
+    layers = zip(weights, given, strict=True)
     return [reference(input, *layer) for layer in layers]
 
 

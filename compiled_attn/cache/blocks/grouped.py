@@ -86,7 +86,7 @@ class NearBlocks:
 
     def _lend(self, block: int) -> int:
         if self._free:
-            near = self._free.pop()
+            near: int = self._free.pop()
         else:
             near = next(iter(self._idle))
             del self._idle[near]
