@@ -169,7 +169,7 @@ def test_only_mixed_models_in_tables_have_near_blocks(family, kernel):
 def test_a_drafting_model_holds_all_of_its_blocks(tmp_path):
     draft = tiny_model("gemma3_text", seed=1)
     draft.save_pretrained(tmp_path)
-    engine = _engine(speculate=f"{tmp_path}:3", num_blocks=120)
+    engine = _engine(speculate=f"model:{tmp_path}:3", num_blocks=120, max_graphs=12)
     prompts = prompts_of(4, longest=100)
     assert greedy(engine, prompts, 12) == plain(tiny_model("gemma3_text"), prompts, 12)
 
