@@ -128,11 +128,12 @@ def test_a_file_is_read_as_gguf_reads_it(tmp_path, kind):
 
 def test_flipped_bits_are_refused_or_read_in_little_memory(tmp_path):
     root = Path(fuzzed_gguf.__file__).parents[3]
-    arguments: list[Any] = [sys.executable, fuzzed_gguf.__file__, tmp_path, 0, 1500, 40]
+    arguments: list[Any] = [sys.executable, fuzzed_gguf.__file__, tmp_path, 0, 400, 20]
     environment = os.environ | {"PYTHONPATH": str(root), "XDG_CACHE_HOME": str(tmp_path)}
+    environment["PATH"] = ""  # else kernels are built, which takes minutes
     done = subprocess.run(
         [*map(str, arguments)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["refused"] > 400 and found["read"] > 100
+    assert found["refused"] > 100 and found["read"] > 30
