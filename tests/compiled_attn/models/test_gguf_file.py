@@ -27,7 +27,8 @@ from tests.compiled_attn.text.gguf_file import LAYERS, write_gguf
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    # Not by the environment: kernels would be built there.
+    monkeypatch.setattr("compiled_attn.models.folder.cache_folder", (tmp_path / "caches").joinpath)
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ inline QuantisedWeight quantised_weight(const Tensor& codes, const Tensor& scale
 
   // Groups along the inputs must divide them into multiples of 16, and blocks.
   const auto groups_of = [&](const char* name, const Tensor& of, bool two, ScalarType dtype) {
+    const int64_t groups = of.dim() > 1 ? of.size(1) : 0;
     if (two)
-      check_dense(name, of, {panels, of.size(1), 2, kRowsOfPanel}, dtype);
+      check_dense(name, of, {panels, groups, 2, kRowsOfPanel}, dtype);
     else
-      check_dense(name, of, {panels, of.size(1), kRowsOfPanel}, dtype);
-    const int64_t groups = of.size(1);
+      check_dense(name, of, {panels, groups, kRowsOfPanel}, dtype);
     if (groups < 1 || (blocks % groups && groups != 2 * blocks))
       fail(text(name, " of groups of 16, or of whole blocks of 32 inputs of ", 32 * blocks),
            text(groups, " groups"), "keep such a layer in 16 bits");
