@@ -7,7 +7,7 @@ bits. Products with codes are exact: a group's sum is scaled once, in float32, i
 
 - exact inputs (``w4a16``, ``w8a16``): inputs are multiplied as they are.
 - int8 inputs (``w4a8``, ``w8a8``): inputs are first rounded to int8, with a scale for each row and
-  block. Sums of a group are exact integers, so all kernels give the same bits.
+  block. Sums of a group are exact integers, so tiles and registers give the same bits.
 """
 
 from __future__ import annotations

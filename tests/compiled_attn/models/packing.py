@@ -82,7 +82,7 @@ KINDS = {
     "float32": Kind(torch.float32, packed_linear.as_packed),
     "bf16-widen": Kind(torch.float32, as_bf16_widen),
     "int8": Kind(torch.bfloat16, packed_linear.as_rounded("int8")),
-    "w8a16": Kind(torch.bfloat16, packed_linear.as_rounded("w8a16")),
+    "w8a16": Kind(torch.float32, packed_linear.as_rounded("w8a16")),
     "int4": Kind(torch.float32, packed_linear.as_rounded("int4")),
     "w4a16": Kind(torch.float32, packed_linear.as_rounded("w4a16")),
 }

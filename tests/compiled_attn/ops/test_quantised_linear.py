@@ -95,12 +95,12 @@ def test_int8_inputs_have_the_same_bits_in_tiles_and_in_registers(form):
     """Sums of a group are exact integers."""
     weight, _ = quantised_layer(form, 80, 512)
     input = inputs_of(50, 512, torch.bfloat16)
-    outs = []
     for ops in (loaded(BEST), loaded(WITHOUT_AMX, plain_tiles=True)):
+        outs = []
         for products in ("amx", "float32"):
             with tuned(ops, linear=products):
                 outs.append(ops.quantised_linear(input, *arguments(weight), None, True))
-    assert all(torch.equal(out, outs[0]) for out in outs)
+        assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("mode", MODES)
