@@ -137,7 +137,7 @@ def test_a_manifest_of_other_contents_is_refused(copy, changes, words):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [[], 3, None, "x", {"format": 1}])
+@pytest.mark.parametrize("content", [[], 3, None, "x", {"format": 2}])
 def test_what_is_no_manifest_is_refused(copy, content):
     sign(copy, content)
     with pytest.raises(BundleError, match="an object of its fields"):

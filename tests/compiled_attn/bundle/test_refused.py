@@ -43,7 +43,7 @@ DAMAGES = {
     "machine": (lambda path: change_manifest(path, machine="riscv64"), "kind riscv64, got"),
     "version": (lambda path: change_manifest(path, version="0.0"), "compiled_attn 0.0, got"),
     "torch": (lambda path: change_manifest(path, torch="1.0"), "torch 1.0, got"),
-    "format": (lambda path: change_manifest(path, format=2), "format 1, got 2"),
+    "format": (lambda path: change_manifest(path, format=3), "format 2, got 3"),
 }  # fmt: skip
 
 

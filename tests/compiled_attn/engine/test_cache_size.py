@@ -11,7 +11,7 @@ from compiled_attn.engine.cache_size import CacheSize
 from compiled_attn.engine.config import byte_size
 from compiled_attn.models import default_model
 from compiled_attn.models.packed import pack_linears, packable
-from compiled_attn.ops.packed_linear import as_int4, as_int8
+from compiled_attn.ops.packed_linear import as_rounded
 from tests.compiled_attn.tiny import tiny_model
 
 MIB = 2**20
@@ -108,7 +108,7 @@ def test_rounded_weights_count_as_they_are_stored(free, monkeypatch, weights, le
     others = 4 * (sum(each.numel() for each in model.parameters()) - numbers)
     config = {"weights": weights, "max_seqs": 10**6, "max_tokens_per_step": 10**6}
     before = _size(model, **config).bytes
-    pack_linears(model, contextlib.ExitStack(), {"int4": as_int4, "int8": as_int8}[weights])
+    pack_linears(model, contextlib.ExitStack(), as_rounded(weights))
     assert not packable(model)
     after = _size(model, **config).bytes
     for size in (before, after):
