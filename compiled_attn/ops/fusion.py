@@ -19,6 +19,8 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node, map_arg
 
+from compiled_attn.ops.schema import SOURCES
+
 __all__ = ["FuseLinears"]
 
 _aten = torch.ops.aten
@@ -49,8 +51,11 @@ class FuseLinears(CustomGraphPass):
                 _fuse_swiglu(graph, _fuse(graph, nodes))
 
     def uuid(self) -> Any:
-        """Returns the key of the pass in inductor's cache: a hash of its source."""
-        return get_hash_for_files((__file__,))
+        """Returns the key of the pass in inductor's cache: a hash of its source and the schemas.
+
+        Inductor does not know the schemas of ops, which cached code calls.
+        """
+        return get_hash_for_files((__file__, str(SOURCES / "schema.h")))
 
 
 @dataclass(frozen=True)
