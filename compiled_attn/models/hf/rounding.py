@@ -33,18 +33,31 @@ def rounding_of(
 
     Compares ``logits [vocab]`` (float64, computed in the model's own dtype) with float32 for
     bfloat16 and float16, with float64 for float32. An offset common to all logits does not count,
-    as it changes no choice. Returns None if there is no wider dtype, or the model cannot be
-    computed in it. ``kv_dtype``: see `fresh_cache`.
+    as it changes no choice. Layers that round inputs to int8 are compared with exact inputs, as a
+    last bit may round an input to the next int8. Returns None if there is no wider dtype, or the
+    model cannot be computed in it. ``kv_dtype``: see `fresh_cache`.
     """
     if (wider := _WIDER.get(model.dtype)) is None:
         return None
     try:
-        with computed_in(model, wider):
+        rounds = [each for each in model.modules() if getattr(each, "int8_inputs", False)]
+        with _exact_inputs(rounds) if rounds else computed_in(model, wider):
             exact = last_logits(model, text, kv_dtype)
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         _log.warning("the rounding of %s is not measured: %s", type(model).__name__, error)
         return None
     return Rounding(exact, deviation_of(logits, exact))
+
+
+@contextlib.contextmanager
+def _exact_inputs(layers: list[Any]) -> Iterator[None]:
+    for layer in layers:
+        layer.int8_inputs = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.int8_inputs = True
 
 
 def deviation_of(logits: Tensor, exact: Tensor) -> float:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from compiled_attn.models import ModelError, load_model, plain_folder
 from compiled_attn.models.gguf_header import fast_readers
+from compiled_attn.models.hf.rounding import last_logits, rounding_of
 from compiled_attn.models.packed import (
     dequantise_layers,
     packed_weights,
@@ -139,3 +140,12 @@ def test_types_that_are_not_served_are_refused(file, kind, message):
     file.write_bytes(whole[:at] + kind.to_bytes(4, "little") + whole[at + 4 :])
     with pytest.raises(ModelError, match=rf"tensor blk\.1\.ffn_up\.weight {message}"):
         load_model(file)
+
+
+def test_the_rounding_of_inputs_to_int8_is_measured(file):
+    write_gguf(file, kind="Q4_0")
+    model = load_model(file)
+    logits = last_logits(model, [1, 2, 3])
+    measured = rounding_of(model, [1, 2, 3], logits)
+    assert measured is not None and measured.deviation > 0
+    assert torch.equal(last_logits(model, [1, 2, 3]), logits)  # inputs are rounded again
