@@ -1,4 +1,4 @@
-"""Generated tokens per second by the packing of the weights: plain, packed, int8, int4.
+"""Generated tokens per second by the packing of the weights, see ``--weights``.
 
     python benchmarks/weights.py [--model smollm2] [--threads 1] [--requests 16] [--new 64]
 
@@ -18,7 +18,7 @@ from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.models import load_model, plain_folder
 from graphs import explicit
 
-PACKINGS = ("plain", "packed", "int8", "int4")
+PACKINGS = ("plain", "packed", "int8", "int4", "w8a16", "w4a16")
 PROMPT = 128
 
 
