@@ -31,8 +31,8 @@ class WriteTrap:
     """The number of each dtype that the packed weights of a model alias."""
 
     def __init__(self) -> None:
-        # Of each dtype numpy memory, which is never reallocated; the tensor over it; its address.
-        self._numbers: dict[torch.dtype, tuple[NDArray[Any], Tensor, int]] = {}
+        # Of each dtype numpy memory, which is never reallocated, and the tensor over it.
+        self._numbers: dict[torch.dtype, tuple[NDArray[Any], Tensor]] = {}
 
     def hide(self, parameter: Tensor) -> None:
         """Points a parameter to the number of its dtype, which releases its memory."""
@@ -53,8 +53,8 @@ class WriteTrap:
     def is_sprung(self) -> bool:
         """Whether a number was written to, or moved (`share_memory_`)."""
         return any(
-            memory.item() != _SIGNALLING[dtype][1] or number.data_ptr() != address
-            for dtype, (memory, number, address) in self._numbers.items()
+            memory.item() != _SIGNALLING[dtype][1] or number.data_ptr() != memory.ctypes.data
+            for dtype, (memory, number) in self._numbers.items()
         )
 
     def _number(self, parameter: Tensor) -> Tensor | None:
@@ -65,7 +65,7 @@ class WriteTrap:
             integers, bits = _SIGNALLING[dtype]
             memory = np.full(1, bits, integers)
             number = torch.from_numpy(memory).view(dtype)
-            self._numbers[dtype] = memory, number, number.data_ptr()
+            self._numbers[dtype] = memory, number
         return self._numbers[dtype][1]
 
     def __reduce__(self) -> tuple[Any, ...]:

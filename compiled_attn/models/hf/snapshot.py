@@ -45,7 +45,7 @@ class Snapshot:
         self._names, self._owners, self._parameters = _parameters_of(model)
         hidden = hidden_weights(model)
         self._traps, self._hidden = [*hidden], [each for own in hidden.values() for each in own]
-        self._hidden_at = [at for trap, own in hidden.items() for at in trap.addresses(own)]
+        self._hidden_addresses = [at for trap, own in hidden.items() for at in trap.addresses(own)]
         self._samples = [*_samples_of((*self._layers, model), {*map(id, self._hidden)})]
         self._addresses = [*map(Tensor.data_ptr, self._samples)]
         modules = [module.__dict__ for module in model.modules()]
@@ -67,7 +67,7 @@ class Snapshot:
             return f"its parameters were cast or moved: {_REMEDY}"
         if (
             any(trap.is_sprung for trap in self._traps)
-            or [*map(Tensor.data_ptr, self._hidden)] != self._hidden_at
+            or [*map(Tensor.data_ptr, self._hidden)] != self._hidden_addresses
         ):
             return (
                 "a packed weight was written to, which changes nothing: load the model again, and "

@@ -21,6 +21,7 @@ from compiled_attn.models.packed import (
 )
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.quantised_linear import quantise
+from graphs.store.values import describe
 from tests.compiled_attn.models.hf.families import small_model
 from tests.compiled_attn.models.hf.test_proof import Result
 from tests.compiled_attn.models.packing import (
@@ -67,6 +68,16 @@ def test_a_check_of_rounded_layers_compares_with_plain_ones_of_rounded_weights(k
     pack_linears(model, contextlib.ExitStack(), KINDS[kind].packing)
     results = [Result(0, prompt, plain_generate(model, prompt, 8))]
     assert not check(model, results, 1).mismatches
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_graphs_of_a_packed_model_are_found_in_the_store_by_another_process(kind):
+    # Two models in memory have addresses as different as those of two processes.
+    torch.manual_seed(0)
+    models = [llama(kind) for _ in range(2)]
+    paged = [PagedCausalLM(m, cache_for(m, 5, 4), packs=KINDS[kind].packing) for m in models]
+    assert paged[0].packed
+    assert describe(paged[0]).digest == describe(paged[1]).digest
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
