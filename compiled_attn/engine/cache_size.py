@@ -49,6 +49,7 @@ class CacheSize:
         slot: PagedKVCache | None = None,
         step: int | None = None,
         draft: PreTrainedModel | None = None,
+        most_near: int | None = None,
     ) -> CacheSize:
         """Returns the size as configured, or a default.
 
@@ -65,6 +66,7 @@ class CacheSize:
             step: tokens of a step at most, which a request holds beyond a sliding window; None: as
                 many as the context.
             draft: the draft model, whose cache has the blocks of all ranks; None: there is none.
+            most_near: near blocks at most; None: as many as all requests need.
 
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
@@ -84,11 +86,12 @@ class CacheSize:
             share = replace(share, block_bytes=share.block_bytes + added)
         if slot.near is not None:
             last = most_held(context, slot.near.window, 1 + config.longest_draft, size)
+            needed = 2 + 2 * config.max_seqs * last + -(-step // size)
             share = replace(
                 share,
                 near_bytes=slot.near_bytes_per_block // slot.block_size * size,
                 least_near=2 + most_held(context, slot.near.window, step, size),
-                most_near=2 + 2 * config.max_seqs * last + -(-step // size),
+                most_near=needed if most_near is None else min(needed, most_near),
             )
         blocks, near, why = _blocks(model, config, share)
         total = blocks * share.block_bytes + near * share.near_bytes

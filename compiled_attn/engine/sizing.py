@@ -120,13 +120,14 @@ class Sizing:
         ranks: int = 1,
         draft: PreTrainedModel | None = None,
         *,
-        has_near: bool = True,
+        most_near: int | None = None,
     ) -> Sizing:
         """Computes the sizes that the configuration leaves open.
 
         Args:
             draft: drafts tokens, and has a cache of as many blocks; None: there is none.
-            has_near: whether windowed layers may have blocks of their own.
+            most_near: blocks of windowed layers at most; None: as the configuration has it; 0: they
+                have no blocks of their own.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
@@ -135,9 +136,9 @@ class Sizing:
         step = StepSize.of(config, layout.symbolic)
         from compiled_attn.models.hf import cache_for  # loads transformers
 
-        near_blocks = 2 if has_near and layout is TableLayout and ranks == 1 else None
+        near_blocks = 2 if most_near != 0 and layout is TableLayout and ranks == 1 else None
         slot = cache_for(model, 2, 1, dtype=config.cache_dtype, near_blocks=near_blocks)
-        cache = CacheSize.of(model, config, context, ranks, slot, step.tokens, draft)
+        cache = CacheSize.of(model, config, context, ranks, slot, step.tokens, draft, most_near)
         num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
         window = slot.window if ranks == 1 else None
         limits = step_limits(config, step.tokens, context, num_blocks, window)

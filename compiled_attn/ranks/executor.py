@@ -60,11 +60,13 @@ class RankExecutor(LocalExecutor):
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         """Sizes the cache as that of the rank with the least memory."""
         among = self.pool_ranks(self.ranks)
-        if self.config.num_blocks is None:
-            sizing = Sizing.of(model, self.config, self.kernel.layout, among, self.draft)
-            own = self.ranks.minimum(1 + (sizing.num_blocks - 1) // among)
-            self.config = replace(self.config, num_blocks=own, kv_memory=None)
-        return Sizing.of(model, self.config, self.kernel.layout, among, self.draft)
+        sizing = Sizing.of(model, self.config, self.kernel.layout, among, self.draft)
+        if self.config.num_blocks is not None:
+            return sizing
+        own = self.ranks.minimum(1 + (sizing.num_blocks - 1) // among)
+        near = self.ranks.minimum(sizing.near_blocks or 0)
+        self.config = replace(self.config, num_blocks=own, kv_memory=None)
+        return Sizing.of(model, self.config, self.kernel.layout, among, self.draft, most_near=near)
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """See `LocalExecutor.warmup`; also raises RankLost if a rank exited."""

@@ -43,7 +43,7 @@ class _Twin:
 class _DraftExecutor(LocalExecutor):
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         # The twins of requests hold all of their blocks at once.
-        return Sizing.of(model, self.config, self.kernel.layout, has_near=False)
+        return Sizing.of(model, self.config, self.kernel.layout, most_near=0)
 
 
 class DraftModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,11 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.grouped import GroupedPool
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.cache_size import CacheSize
+from compiled_attn.engine.sizing import Sizing
 from compiled_attn.models.hf import cache_for
 from compiled_attn.ops import load
+from compiled_attn.ranks.executor import RankExecutor
+from compiled_attn.step import TableLayout
 from compiled_attn.testing import CorruptCache, kv_sanitizer
 from compiled_attn.text.plain_tokenizer import PlainTokenizer
 from tests.compiled_attn.engine.small import greedy, plain, prompts_of, small_engine
@@ -191,6 +195,31 @@ def test_memory_is_for_all_windows_and_the_rest_for_contexts():
     assert _size(num_blocks=100).near_blocks == 24 and _size(num_blocks=9).near_blocks == 9
     with pytest.raises(ConfigError, match=f"at least {4 * BLOCK:,} bytes"):
         _size(kv_memory=4 * BLOCK - 1)
+
+
+def test_ranks_have_the_blocks_of_the_smallest_within_their_memory():
+    class Smallest(SimpleNamespace):
+        def minimum(self, number: int) -> int:
+            return min(number, self.others.pop(0))
+
+    class OfRank(RankExecutor):
+        def __init__(self, *others: int) -> None:
+            self.ranks, self.kernel = (
+                Smallest(others=[*others]),
+                SimpleNamespace(layout=TableLayout),
+            )
+            self.config = EngineConfig(
+                max_tokens_per_step=50, max_seqs=50, block_size=4, kv_memory=85 * BLOCK
+            )
+            self.draft = None
+
+    model = tiny_model("gemma3_text")
+    alone = Sizing.of(model, OfRank().config, TableLayout)
+    alike = OfRank(1000, 1000)._sizing_of(model)
+    assert (alike.num_blocks, alike.near_blocks) == (alone.num_blocks, alone.near_blocks)
+    assert alike.cache.bytes <= 85 * BLOCK
+    smaller = OfRank(60, 18)._sizing_of(model)
+    assert (smaller.num_blocks, smaller.near_blocks) == (60, 18)
 
 
 def test_by_default_there_are_windows_and_contexts_for_max_seqs():
