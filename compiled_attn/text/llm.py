@@ -68,8 +68,8 @@ class LLM:
     Raises:
         ModelError: the model or its tokenizer cannot be loaded; a `BundleError` of a bundle.
         ConfigError, graphs.CaptureError, ValueError: see `compiled_attn.engine.Engine`.
-        TypeError: a model object without a tokenizer, or with a dtype or device; or neither a model
-            nor a bundle.
+        TypeError: a model object without a tokenizer, or with a dtype or device; neither a model
+            nor a bundle; or another kind of `config` or `progress`.
 
     Example::
 
@@ -93,6 +93,11 @@ class LLM:
             raise TypeError(
                 f"config: expected an EngineConfig or None, got {quoted(config)}: make "
                 "EngineConfig(name=value, ...)"
+            )
+        if not (progress is None or progress is False or callable(progress)):
+            raise TypeError(
+                f"progress: expected a function of events, False or None, got {quoted(progress)}: "
+                "leave it out, or pass graphs.progress_for(sys.stderr)"
             )
         is_shown = progress is None and sys.stderr.isatty()
         self._attention: str | None = None  # to be restored in a model object

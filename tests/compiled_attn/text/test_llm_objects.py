@@ -80,6 +80,8 @@ def test_a_model_object_without_a_tokenizer_or_with_a_dtype_is_refused(model, mo
         LLM(model, config, tokenizer=3)
     with pytest.raises(TypeError, match="expected an EngineConfig or None, got "):
         LLM(model, {"context": 8})
+    with pytest.raises(TypeError, match="expected a function of events, False or None, got True"):
+        LLM(model, config, tokenizer=str(model_dir), progress=True)
     with pytest.raises(TypeError, match="expected a directory, or a causal language model"):
         LLM(torch.nn.Linear(2, 2), config, tokenizer=str(model_dir))
     assert model.config._attn_implementation == attention
