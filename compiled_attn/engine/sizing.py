@@ -126,7 +126,7 @@ class Sizing:
 
         Args:
             draft: drafts tokens, and has a cache of as many blocks; None: there is none.
-            most_near: blocks of windowed layers at most; None: as the configuration has it; 0: they
+            most_near: blocks of windowed layers at most; None: as many as all requests need; 0: they
                 have no blocks of their own.
 
         Raises:

@@ -204,10 +204,8 @@ def test_ranks_have_the_blocks_of_the_smallest_within_their_memory():
 
     class OfRank(RankExecutor):
         def __init__(self, *others: int) -> None:
-            self.ranks, self.kernel = (
-                Smallest(others=[*others]),
-                SimpleNamespace(layout=TableLayout),
-            )
+            self.ranks = Smallest(others=[*others])
+            self.kernel = SimpleNamespace(layout=TableLayout)
             self.config = EngineConfig(
                 max_tokens_per_step=50, max_seqs=50, block_size=4, kv_memory=85 * BLOCK
             )
