@@ -126,8 +126,8 @@ class Sizing:
 
         Args:
             draft: drafts tokens, and has a cache of as many blocks; None: there is none.
-            most_near: blocks of windowed layers at most; None: as many as all requests need; 0: they
-                have no blocks of their own.
+            most_near: blocks of windowed layers at most; None: as many as all requests need; 0:
+                they have no blocks of their own.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
