@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["is_lazy", "lazy_names"]
+
+_lazy: dict[str, dict[str, str]] = {}
 
 
 def lazy_names(
@@ -20,6 +22,7 @@ def lazy_names(
         modules: names by module of the package, separated by spaces.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
+    _lazy[package] = module_of
 
     def import_name(name: str) -> Any:
         if name not in module_of:
@@ -32,3 +35,11 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *module_of})
 
     return import_name, names
+
+
+def is_lazy(package: str, name: str, value: Any) -> bool:
+    """Whether a global of a package is what it imports on first access, and nothing else."""
+    module = _lazy.get(package, {}).get(name)
+    return module is not None and value is getattr(
+        sys.modules.get(f"{package}.{module}"), name, None
+    )

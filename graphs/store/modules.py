@@ -1,30 +1,20 @@
-"""Modules: their source files, what these import, and the versions of installed packages."""
+"""Modules: their source files, and the versions of installed packages."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import os
-import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["file_of", "has_file", "imports_in", "is_own", "loaded", "mentions", "version_of"]
-
-# Also matches imports in comments and strings, whose words rarely name a module.
-_GAP = rb"(?:[ \t]|\\\r?\n)*"
-_IMPORT = re.compile(
-    rb"(?:from%b([.\w]+?)%bimport|import)\b%b" % (_GAP, _GAP, _GAP)
-    + rb"(\((?:#[^\n]*|[\w\s,.*\\])*\)|(?:\\\r?\n|[^#\n;])*)"
-)
-_COMMENT = re.compile(rb"#[^\n]*")
-_NAME = re.compile(rb"[\w.]+")
+__all__ = ["file_of", "has_file", "is_own", "loaded", "mentions", "version_of"]
 
 
 def file_of(name: str) -> Path | None:
@@ -85,23 +75,6 @@ def mentions(module: str, name: str) -> bool:
     """Whether the source file of a module contains a name; True if it has no file."""
     file = file_of(module)
     return file is None or name.encode() in file.read_bytes()
-
-
-def imports_in(text: bytes, package: str) -> Iterator[str]:
-    """The modules that source code in `package` may import: `from a import b` is `a` and `a.b`."""
-    for base, names in _IMPORT.findall(text):
-        parts = (_NAME.search(part) for part in _COMMENT.sub(b"", names).split(b","))
-        found = [part[0].decode(errors="replace") for part in parts if part]
-        if not base:
-            yield from found
-            continue
-        absolute = base.decode(errors="replace").lstrip(".")
-        if level := len(base) - len(base.lstrip(b".")):
-            above = package.split(".")
-            above = above[: len(above) - level + 1]
-            absolute = ".".join([*above, *filter(None, [absolute])])
-        yield absolute
-        yield from (f"{absolute}.{name}" for name in found)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,8 +1,9 @@
 """Source files and globals that a graph depends on, and the versions of installed packages.
 
 Conservative: the whole file of every module that the callable's classes and functions come from,
-and of all that these files import, at the top or inside a function; of what is installed, the
-version of each package that they name. Installing a package that no file names changes nothing.
+and of all that these files import, at the top or inside a function, but not for type checkers; of
+what is installed, the version of each package that they name. Installing a package that no file
+names changes nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from graphs.files import short_digest
 from graphs.store.functions import code_of, is_code_of
-from graphs.store.modules import file_of, imports_in, is_own, loaded, version_of
+from graphs.store.imports import WHOLE, Imports, imports_in
+from graphs.store.modules import file_of, is_own, loaded, version_of
 from graphs.store.values import digest_of_globals, modules_used_by
 
 __all__ = ["CodeDigests"]
@@ -147,23 +150,48 @@ def _reach(names: frozenset[str]) -> _Reached:
         if (name := todo.pop()) in seen:
             continue
         seen.add(name)
-        package = name.partition(".")[0]
-        if package == _GRAPHS or not is_own(name) or not (file := file_of(name)):
+        package, module = name.partition(".")[0], name.removesuffix(WHOLE)
+        above, _, last = module.rpartition(".")
+        source = _source(module)
+        if not source:
             packages.add(package)
+            if name != module and (source := _source(above)):
+                todo += source.imports.for_types.get(last, ())
             continue
-        above = name.rpartition(".")[0]
-        if name == "__main__":  # of `python -m package.module`
-            above = getattr(sys.modules[name], "__package__", None) or ""
-        try:
-            found = file.stat()
-            inside = name if file.name == "__init__.py" else above
-            digest, imports = _read(file, inside, found.st_ctime_ns, found.st_size)
-        except OSError:  # it was removed just now
-            continue
-        files[name] = file, digest, found.st_ctime_ns, found.st_size
-        todo += [above, *imports]
+        files[module] = source.file, source.digest, source.time_ns, source.size
+        if module == "__main__":  # of `python -m package.module`
+            above = getattr(sys.modules[module], "__package__", None) or ""
+        todo += [above, *source.imports.run]
+        if name != module:
+            todo += chain.from_iterable(source.imports.for_types.values())
     own = {_GRAPHS, *(name.partition(".")[0] for name in files)}
     return _Reached(files, frozenset(packages - own))
+
+
+class _Source(NamedTuple):
+    """An own file, not one of this package, and when it was changed."""
+
+    file: Path
+    digest: str
+    time_ns: int
+    size: int
+    imports: Imports
+
+
+def _source(module: str) -> _Source | None:
+    if module.partition(".")[0] in ("", _GRAPHS) or not is_own(module):
+        return None
+    if not (file := file_of(module)):
+        return None
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    if module == "__main__":
+        package = getattr(sys.modules[module], "__package__", None) or ""
+    try:
+        found = file.stat()
+        digest, imports = _read(file, package, found.st_ctime_ns, found.st_size)
+    except OSError:  # it was removed just now
+        return None
+    return _Source(file, digest, found.st_ctime_ns, found.st_size, imports)
 
 
 def _changed(name: str, file: Path, _: str, time_ns: int, size: int) -> bool:
@@ -190,10 +218,10 @@ _STARTED = _start_of_process()
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(file: Path, package: str, *_: int) -> tuple[str, tuple[str, ...]]:
+def _read(file: Path, package: str, *_: int) -> tuple[str, Imports]:
     # The time of change and the size distinguish versions of a file in the cache.
     text = file.read_bytes()
-    return hashlib.sha256(text).hexdigest()[:16], tuple(dict.fromkeys(imports_in(text, package)))
+    return hashlib.sha256(text).hexdigest()[:16], imports_in(text, package)
 
 
 @functools.lru_cache(maxsize=1)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.files import short_digest
+from graphs.lazy import is_lazy
 from graphs.store.functions import code_text, function_in, functions_of, names_of
 from graphs.store.modules import has_file, is_own, mentions
 
@@ -136,6 +137,8 @@ def _globals_of(module: ModuleType) -> _Globals:
     modules: set[str] = set()
     for name, value in sorted(vars(module).items()):
         if name.startswith("__") or not (used is None or name in used):
+            continue
+        if is_lazy(module.__name__, name, value):  # which code has used it so far is by chance
             continue
         if isinstance(value, type):
             # A class counts in the module that defines it, elsewhere by its name.

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphs import WarmupManager, explicit
 from graphs.store import graph_factors, key_of, modules, sources
-from graphs.store.modules import imports_in
+from graphs.store.imports import imports_in
 
 X = torch.ones(2, 4)
 NET = """
@@ -197,22 +197,79 @@ def test_relative_imports_of_a_package_that_is_run_as_main_count(own, monkeypatc
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("import a, b.c as d", {"a", "b.c"}),
-        ("from a import b as c, d", {"a", "a.b", "a.d"}),
-        ("from a import *", {"a"}),
-        ("    from a import b  # why, not c\n", {"a", "a.b"}),
-        ("try: import a; import b\nexcept ImportError: pass", {"a", "b"}),
-        ("from a import (  # b)\n    c,\n    d,\n)", {"a", "a.c", "a.d"}),
-        ("from a \\\n import b, \\\n c", {"a", "a.b", "a.c"}),
-        ("from . import a", {"pack.sub", "pack.sub.a"}),
-        ("from .a import b", {"pack.sub.a", "pack.sub.a.b"}),
-        ("from ..a import b", {"pack.a", "pack.a.b"}),
-        ("from .import a", {"pack.sub", "pack.sub.a"}),
-        ("# a lazy import (see below\nfrom a import b\nx = c()", {"see", "a", "a.b"}),
+        ("import a, b.c as d", {"a.*", "b.*", "b.c.*"}),
+        ("from a import b as c, d", {"a", "a.b.*", "a.d.*"}),
+        ("from a import *", {"a.*"}),
+        ("    from a import b  # why, not c\n", {"a", "a.b.*"}),
+        ("try: import a; import b\nexcept ImportError: pass", {"a.*", "b.*"}),
+        ("from a import (  # b)\n    c,\n    d,\n)", {"a", "a.c.*", "a.d.*"}),
+        ("from a \\\n import b, \\\n c", {"a", "a.b.*", "a.c.*"}),
+        ("from . import a", {"pack.sub", "pack.sub.a.*"}),
+        ("from .a import b", {"pack.sub.a", "pack.sub.a.b.*"}),
+        ("from ..a import b", {"pack.a", "pack.a.b.*"}),
+        ("from .import a", {"pack.sub", "pack.sub.a.*"}),
+        ("# a lazy import (see below\nfrom a import b\nx = c()", {"see.*", "a", "a.b.*"}),
     ],
 )
 def test_imports_are_found_by_their_full_names(text, found):
-    assert found == set(imports_in(text.encode(), "pack.sub"))
+    assert found == set(imports_in(text.encode(), "pack.sub").run)
+
+
+@pytest.mark.parametrize(
+    ("text", "run", "for_types"),
+    [
+        ("if TYPE_CHECKING:\n    import a\nelse:\n    import b\n", {"b.*"}, {"a": ("a.*",)}),
+        ("if typing.TYPE_CHECKING:  # why\n    from .a import b\n\n    import c as d\nimport e",
+         {"e.*"}, {"b": ("pack.sub.a", "pack.sub.a.b.*"), "d": ("c.*",)}),
+        ("def f():\n    if TYPE_CHECKING:\n        from a import (\n            b as c,\n"
+         "        )\n    import d\n", {"d.*"}, {"c": ("a", "a.b.*")}),
+        ("if TYPE_CHECKING:\n    from a import b", set(), {"b": ("a", "a.b.*")}),
+        ("if TYPE_CHECKING or a:\n    import b\n", {"b.*"}, {}),
+        ("if not TYPE_CHECKING:\n    import b\n", {"b.*"}, {}),
+        ("if TYPE_CHECKING: import a\nimport b\n", {"a.*", "b.*"}, {}),
+    ],
+)  # fmt: skip
+def test_imports_for_type_checkers_stand_by_themselves(text, run, for_types):
+    found = imports_in(text.encode(), "pack.sub")
+    assert (set(found.run), found.for_types) == (run, for_types)
+
+
+LAZY = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from my_pack.deep import shift
+    from my_pack.other import unused as other
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reached"),
+    [
+        ("from my_pack import shift", {"deep"}),
+        ("from my_pack import other", {"other"}),
+        ("from my_pack import *", {"deep", "other"}),
+        ("import my_pack", {"deep", "other"}),
+        ("from my_pack.sub import name", set()),
+        ("from my_again import shift", {"deep"}),
+    ],
+)
+def test_a_package_that_imports_on_first_access_reaches_what_its_names_come_from(
+    own, text, reached
+):
+    (own / "my_pack").mkdir()
+    files = {
+        "__init__": LAZY,
+        "deep": "def shift(x): ...",
+        "other": "unused = 1",
+        "sub": "name = 1",
+    }
+    for name, inside in files.items():
+        (own / "my_pack" / f"{name}.py").write_text(inside)
+    (own / "my_again.py").write_text("if TYPE_CHECKING:\n    from my_pack import shift\n")
+    (own / "my_lazy.py").write_text(text)
+    forget()
+    files, _ = sources._reachable(frozenset(["my_lazy"]))
+    assert files.keys() & {"my_pack.deep", "my_pack.other"} == {f"my_pack.{n}" for n in reached}
 
 
 @pytest.mark.parametrize("text", ["print 'two'", "x = " + "(" * 5000, "\xff\x00 import .. , (", ""])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphs import WarmupManager, explicit
+from graphs.lazy import lazy_names
 from graphs.store.values import digest_of_globals
 from tests.graphs.store.keys import X, key
 
@@ -67,6 +68,19 @@ def test_a_container_of_itself_and_the_environment_do_no_harm(load, monkeypatch)
     before = key(load("my_store_net", text), X)
     monkeypatch.setenv("MY_STORE_VARIABLE", "another")
     assert key(load(), X) == before
+
+
+def test_names_that_a_package_imports_on_first_access_count_only_if_they_are_replaced(monkeypatch):
+    package, deep = ModuleType("my_lazy_pack"), ModuleType("my_lazy_pack.my_deep")
+    deep.shift = functools.partial(scaled, factor=2)
+    monkeypatch.setitem(sys.modules, "my_lazy_pack", package)
+    monkeypatch.setitem(sys.modules, "my_lazy_pack.my_deep", deep)
+    package.__getattr__, _ = lazy_names("my_lazy_pack", {"my_deep": "shift"})
+    before = digest_of_globals(package)
+    assert package.shift is deep.shift and "shift" in vars(package)
+    assert digest_of_globals(package) == before
+    package.shift = functools.partial(scaled, factor=3)
+    assert digest_of_globals(package) != before
 
 
 def test_a_large_global_container_is_data_and_does_not_count():

@@ -9,7 +9,9 @@ import pytest
 import transformers
 from transformers.utils import logging as hf_logging
 
-from tests.compiled_attn.models.hf.families import FAMILIES
+from compiled_attn.models.hf import PagedCausalLM, cache_for
+from graphs.store.values import describe
+from tests.compiled_attn.models.hf.families import FAMILIES, small_model
 from tests.compiled_attn.models.hf.survey import (
     KERNELS,
     PAGE,
@@ -44,6 +46,13 @@ def _check(family: str) -> None:
         assert found == listed(family), (
             "python -m tests.compiled_attn.models.hf.survey writes the page"
         )
+    if found.result == "equal":
+        # Two models in memory have addresses as different as those of two processes.
+        models = [small_model(family) for _ in range(2)]
+        digests = [
+            describe(PagedCausalLM(model, cache_for(model, 5, 4))).digest for model in models
+        ]
+        assert digests[0] == digests[1], "another process does not find its graphs in the store"
 
 
 @pytest.mark.parametrize("family", QUICK)
