@@ -75,11 +75,12 @@ class InputOverlaps:
             if (self._writes(names[self._indices[i]]) or self._writes(names[self._indices[j]]))
             and not ranges_overlap(ranges[self._indices[i]], ranges[self._indices[j]])
         ]
-        self._state = _Ranges([*self._tensors()])
-        self._written_state = _Ranges([row for row in self._tensors() if self._writes(row[2])])
+        state = self._tensors()
+        self._state = _Ranges(state)
+        self._written_state = _Ranges([row for row in state if self._writes(row[2])])
         # An example that lies in a parameter or buffer may lie there at every run.
         self._apart = [
-            not any(ranges_overlap(own, (start, end)) for start, end, _ in self._tensors())
+            not any(ranges_overlap(own, (start, end)) for start, end, _ in state)
             for own in ranges.values()
         ]
         self._known: set[tuple[int, ...]] = set()
@@ -107,7 +108,7 @@ class InputOverlaps:
                     f"inputs '{names[i]}' and '{names[j]}' overlap in memory and did not at the "
                     f"capture, {self._why(names[i], names[j])}: clone() one of them"
                 )
-        state = [*self._tensors()]
+        state = self._tensors()
         for name, own, apart in zip(names, ranges, self._apart, strict=True):
             for start, end, other in state:
                 writes = self._writes(name) or self._writes(other)

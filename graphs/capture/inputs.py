@@ -179,8 +179,11 @@ def memory_shared_by(function: Callable[..., Any], inputs: Sequence[Input]) -> s
         if ranges_overlap(one, two):
             return f"inputs '{name}' and '{other}' share memory"
     for own, tensor in tensors_of(function):
+        if not has_memory(tensor):
+            continue
+        range_of_own = byte_range(tensor)
         for name, one in given:
-            if has_memory(tensor) and ranges_overlap(one, byte_range(tensor)):
+            if ranges_overlap(one, range_of_own):
                 return f"input '{name}' shares memory with '{own}'"
     return ""
 
