@@ -89,6 +89,7 @@ class UnifiedCall(NamedTuple):
             key_scale=None if self.key_scale is None else blocks(self.key_scale),
             value_scale=None if value_scale is None else blocks(value_scale),
             new=new,
+            segment=metadata.segment,
         )
 
     def _latent(self) -> int | None:

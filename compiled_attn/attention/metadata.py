@@ -63,6 +63,8 @@ class UnifiedMetadata:
           steps on this rank, and ``slot_mapping`` points into null block 0 for new tokens stored
           on another one. None: all keys are on this rank
 
+    - segment: see `compiled_attn.ops.reference.paged_attention`; only in table layout
+
     Two optional fields save work:
         - shared_lengths: ``[S]`` ints, leading slots of each shared block that any token sees
         - unique_queries: ``[Q]`` ints, the rows in ``unique_block_mapping``, padded with -1
@@ -89,6 +91,7 @@ class UnifiedMetadata:
     seq_lens: Tensor | None = None
     query_start_loc: Tensor | None = None
     ranks: KeyRanks | None = None
+    segment: int | None = None
 
     @property
     def by_request(self) -> tuple[Tensor, Tensor, Tensor] | None:

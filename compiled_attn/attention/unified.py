@@ -102,6 +102,7 @@ def unified_attention(
     )  # fmt: skip
     check(call)
     traits = call.traits()
+    kernel = kernel if metadata.segment is None else "native"
     if metadata.ranks is None and chooses_native(kernel, traits):
         new = None
         if fused_write and value is not None:

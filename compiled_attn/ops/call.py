@@ -43,6 +43,7 @@ class PagedCall(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     new: NewTokens | None = None
+    segment: int | None = None
 
     @classmethod
     def of(
@@ -59,10 +60,11 @@ class PagedCall(NamedTuple):
         key_scale: Tensor | None = None,
         value_scale: Tensor | None = None,
         new: NewTokens | None = None,
+        segment: int | None = None,
         **scoring: Any,
     ) -> PagedCall:
         """Builds a call from the op's arguments; ``scoring``: those of `Scoring` but the scale."""
         return cls(
             query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-            Scoring(scale, **scoring), causal, key_scale, value_scale, new,
+            Scoring(scale, **scoring), causal, key_scale, value_scale, new, segment,
         )  # fmt: skip

@@ -144,6 +144,7 @@ def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
         "sinks": None if sinks is None else sinks.float().contiguous(),
         "key_scale": call.key_scale,
         "value_scale": call.value_scale,
+        "segment": call.segment,
     }
     query, caches = _dense_rows(call.query), (call.key_cache, call.value_cache)
     if call.new is None:

@@ -6,6 +6,7 @@ Tests compare all kernels with it; it also implements the ops where no kernel ca
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    segment: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the attention of any mix of requests over a paged cache.
 
@@ -66,6 +68,8 @@ def paged_attention(
         sinks: ``[H]`` float32, score of an extra key without a value.
         key_scale, value_scale: ``[num_blocks, block_size, Hk]`` float32, scales of an int8 or fp8
             cache.
+        segment: keys that a softmax starts with, a multiple of 64: the bits of a row then depend on
+            what it sees alone. None: also on how many rows of its request are in the step.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype and the log-sum-exp ``[T, H]`` in float32. A row that
@@ -78,7 +82,7 @@ def paged_attention(
     call = PagedCall.of(
         query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale,
         causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        key_scale=key_scale, value_scale=value_scale,
+        key_scale=key_scale, value_scale=value_scale, segment=segment,
     )  # fmt: skip
     check(call)
     return _attend_requests(call)
@@ -121,9 +125,7 @@ def _attend_requests(call: PagedCall) -> tuple[Tensor, Tensor]:
     lse = query.new_full((tokens, heads), -math.inf, dtype=torch.float32)
     if sinks is not None:
         lse = sinks.float().expand(tokens, heads).clone()
-    bounds = call.query_start_loc.tolist()
-    for request, length in enumerate(call.seq_lens.tolist()):
-        rows = slice(bounds[request], bounds[request + 1])
+    for request, rows, length in _rows_of_requests(call):
         count = rows.stop - rows.start
         first = max(0, length - count - window + 1) if window else 0  # invisible to all rows
         if not count or first >= length:
@@ -134,6 +136,19 @@ def _attend_requests(call: PagedCall) -> tuple[Tensor, Tensor]:
         part, part_lse = _attend(query[rows], key, value, first, length, call)
         out[rows], lse[rows] = part.to(out.dtype), part_lse.to(lse.dtype)
     return out, lse
+
+
+def _rows_of_requests(call: PagedCall) -> Iterator[tuple[int, slice, int]]:
+    """Yields each request, its rows and keys; with segments each row alone, as a matrix product may
+    depend on other rows."""
+    bounds = call.query_start_loc.tolist()
+    for request, length in enumerate(call.seq_lens.tolist()):
+        begin, end = bounds[request], bounds[request + 1]
+        if call.segment is None:
+            yield request, slice(begin, end), length
+            continue
+        for row in range(begin, end):
+            yield request, slice(row, row + 1), length - (end - row - 1) * call.causal
 
 
 def _read(cache: Tensor, table: Tensor, first: int, length: int, scale: Tensor | None) -> Tensor:

@@ -108,6 +108,11 @@ def _plan_of(call: PagedCall) -> Plan:
 
 
 def _check(call: PagedCall) -> None:
+    if call.segment is not None:
+        raise KernelArgumentError(
+            f"paged_attention: expected segment None on {call.query.device.type}, got "
+            f"{call.segment}: it is for the kernels of the CPU"
+        )
     check_shapes(call)
     if call.query.dtype not in _DTYPES:
         raise KernelArgumentError(

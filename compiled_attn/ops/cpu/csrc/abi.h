@@ -47,6 +47,8 @@ struct Rows {
   int64_t token, head;
 };
 
+constexpr int64_t kSegmentUnit = 64;
+
 struct PagedAttentionArgs {
   // Query [tokens, heads, head_dim]; out [tokens, heads, value_dim] in the query's dtype and lse
   // [tokens, heads], both contiguous.
@@ -74,6 +76,9 @@ struct PagedAttentionArgs {
   int64_t num_blocks, block_size;
   int64_t heads, kv_heads, head_dim, value_dim;
   int64_t window;  // tokens that a token sees, itself included; 0: all before it
+  // Keys of a segment, a multiple of kSegmentUnit: the bits of a row then depend on what it sees
+  // alone; 0: also on the number of rows of its request.
+  int64_t segment;
   double scale;
   double softcap;  // 0: none
 
@@ -96,7 +101,7 @@ constexpr std::size_t kPagedAttentionAddresses[] = {
 };
 
 // Fails when a field is added: if it is an address, add it to the list.
-static_assert(sizeof(PagedAttentionArgs) == 424, "check kPagedAttentionAddresses");
+static_assert(sizeof(PagedAttentionArgs) == 432, "check kPagedAttentionAddresses");
 
 // How the groups of a quantised weight give `weight = scale * code - minimum`. `scales` and `steps`
 // have rows of 16 outputs; s, t: their elements. Without minimum, codes are signed: half of their

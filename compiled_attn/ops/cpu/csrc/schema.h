@@ -9,7 +9,7 @@ constexpr const char* kPagedAttentionSchema =
     Tensor block_table, Tensor seq_lens, Tensor query_start_loc, float scale, *,
     bool causal=True, int? window=None, float? softcap=None,
     Tensor? alibi_slopes=None, Tensor? sinks=None,
-    Tensor? key_scale=None, Tensor? value_scale=None
+    Tensor? key_scale=None, Tensor? value_scale=None, int? segment=None
   ) -> (Tensor out, Tensor lse))schema";
 
 constexpr const char* kPagedAttentionWriteSchema =
@@ -19,7 +19,7 @@ constexpr const char* kPagedAttentionWriteSchema =
     Tensor block_table, Tensor seq_lens, Tensor query_start_loc, float scale, *,
     bool causal=True, int? window=None, float? softcap=None,
     Tensor? alibi_slopes=None, Tensor? sinks=None,
-    Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None
+    Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None, int? segment=None
   ) -> (Tensor out, Tensor lse))schema";
 
 constexpr const char* kPackedLinearSchema =

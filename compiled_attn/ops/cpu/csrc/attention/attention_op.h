@@ -19,6 +19,7 @@ struct Options {
   std::optional<int64_t> window;
   std::optional<double> softcap;
   OptionalTensor alibi_slopes, sinks, key_scale, value_scale;
+  std::optional<int64_t> segment;
 };
 
 inline Rows rows_of(const Tensor& tensor) {
@@ -55,6 +56,10 @@ inline void check_options(const Options& options, int64_t heads) {
   }
   if (options.window && !options.causal) {
     fail("window with causal", "causal=False", "leave one of them out");
+  }
+  if (options.segment && (*options.segment < 1 || *options.segment % kSegmentUnit)) {
+    fail(text("segment of a multiple of ", kSegmentUnit), std::to_string(*options.segment),
+         "None is no segment");
   }
   if (options.softcap && !(*options.softcap > 0)) {
     fail("a positive softcap or None", std::to_string(*options.softcap), "None is no softcap");
@@ -123,6 +128,7 @@ inline PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_ca
   args.head_dim = query.size(2);
   args.value_dim = value_cache.size(3);
   args.window = options.window.value_or(0);
+  args.segment = options.segment.value_or(0);
   args.scale = scale;
   args.softcap = options.softcap.value_or(0.0);
   args.query_dtype = *query_dtype;
@@ -194,9 +200,10 @@ inline Result paged_attention(Tensor query, Tensor key_cache, Tensor value_cache
                               double scale, bool causal, std::optional<int64_t> window,
                               std::optional<double> softcap, OptionalTensor alibi_slopes,
                               OptionalTensor sinks, OptionalTensor key_scale,
-                              OptionalTensor value_scale) {
+                              OptionalTensor value_scale, std::optional<int64_t> segment) {
   return in_op("paged_attention", [&] {
-    Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale};
+    Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale,
+                    segment};
     auto args = arguments_of(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
                              scale, options);
     return run(args, query);
@@ -208,9 +215,11 @@ inline Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor ke
                                Tensor seq_lens, Tensor query_start_loc, double scale, bool causal,
                                std::optional<int64_t> window, std::optional<double> softcap,
                                OptionalTensor alibi_slopes, OptionalTensor sinks,
-                               OptionalTensor key_scale, OptionalTensor value_scale) {
+                               OptionalTensor key_scale, OptionalTensor value_scale,
+                               std::optional<int64_t> segment) {
   return in_op("paged_attention", [&] {
-    Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale};
+    Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale,
+                    segment};
     auto args = arguments_of(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
                              scale, options);
     check_shape("key", key, {args.tokens, args.kv_heads, args.head_dim});

@@ -19,6 +19,7 @@ class DecodeKernel {
   using Element = typename Math::Element;
   using Query = typename Math::Query;
   using Weights = typename Math::Weights;
+  static_assert(kChunk == kSegmentUnit, "segments are whole chunks");
   static_assert(kChunk % Math::kKeys == 0, "groups of keys fill a chunk");
   static_assert(kChunk % Math::kValues == 0, "groups of values fill a chunk");
 

@@ -37,11 +37,13 @@ struct Plan {
       : group_(args.heads / args.kv_heads), target_bands_(target_bands) {
     int64_t keys = 0;
     for (int64_t r = 0; r < args.requests; ++r)
-      if (is_decode(args, r, min_rows)) keys += Request(args, r).length;
+      if (is_decode(args, r, min_rows)) keys += Request(args, r).length * blocks(args, r);
     decode_split_ = threads > 1 ? keys / (threads * kPartsPerThread) : INT64_MAX;
     for (int64_t r = 0; r < args.requests; ++r) {
       const Request request(args, r);
-      if (is_decode(args, r, min_rows))
+      if (args.segment)
+        add_segments(request, r);
+      else if (is_decode(args, r, min_rows))
         add_decode(request, r);
       else
         add_prefill(request, r);
@@ -49,10 +51,30 @@ struct Plan {
   }
 
   static bool is_decode(const PagedAttentionArgs& args, int64_t r, int64_t min_rows) {
-    return Request(args, r).rows * (args.heads / args.kv_heads) < min_rows;
+    return args.segment || Request(args, r).rows * (args.heads / args.kv_heads) < min_rows;
   }
 
  private:
+  // Blocks of rows of a request.
+  static int64_t blocks(const PagedAttentionArgs& args, int64_t r) {
+    const int64_t rows = Request(args, r).rows * (args.heads / args.kv_heads);
+    return args.segment ? (rows + kMaxDecodeRows - 1) / kMaxDecodeRows : 1;
+  }
+
+  // Segments begin at multiples of their size, whatever rows a block has: keys that a row does not
+  // see add zeros to it.
+  void add_segments(const Request& request, int64_t r) {
+    const int64_t segment = request.args.segment, rows = request.rows * group_;
+    for (int64_t row = (blocks(request.args, r) - 1) * kMaxDecodeRows; row >= 0;
+         row -= kMaxDecodeRows) {
+      Part part{r,  0,       request.args.kv_heads, row, std::min(row + kMaxDecodeRows, rows),
+                {}, segment, 0};
+      set_keys(request, part);
+      part.keys.begin -= part.keys.begin % segment;
+      add(part, std::max(decode_split_ / segment, int64_t{1}) * segment);
+    }
+  }
+
   void add_decode(const Request& request, int64_t r) {
     if (!request.rows) return;
     Part part{r, 0, request.args.kv_heads, 0, request.rows * group_, {}, 0, 0};

@@ -109,7 +109,8 @@ inline void write_output(const PagedAttentionArgs& args, int64_t at, const float
     auto* out = static_cast<decltype(type)>(args.out) + at * args.value_dim;
     if (weight == 0)  // a row that sees nothing is zero, even if its sums are not finite
       return std::fill_n(out, args.value_dim, std::remove_pointer_t<decltype(type)>{}), void();
-    for (int64_t d = 0; d < args.value_dim; ++d) from_float(sums[d] * weight, out + d);
+    // A sum of -0 became 0 if masked keys were added: adds a 0 to all.
+    for (int64_t d = 0; d < args.value_dim; ++d) from_float(sums[d] * weight + 0.0f, out + d);
   });
 }
 

@@ -33,7 +33,10 @@ struct ScoreStats {
 inline ScoreStats finish_scores(const PagedAttentionArgs& args, const ScoreRow& row, int64_t begin,
                             int64_t n, const float* key_scales, float* scores) {
   const float factor = float(args.scale), cap = float(args.softcap);
-  const bool partly = row.visible.begin > begin || row.visible.end < begin + n || n % kScoreStep;
+  // With segments, rows of a step must not matter, which decide where a chunk ends.
+  const int64_t whole = args.segment ? kSegmentUnit : n;
+  const bool partly =
+      row.visible.begin > begin || row.visible.end < begin + whole || n % kScoreStep;
   const bool is_plain = !partly && row.slope == 0 && cap <= 0;
   Floats most = splat(-INFINITY);
   if (is_plain && !key_scales && factor > 0 && factor <= 1) {  // cannot overflow
