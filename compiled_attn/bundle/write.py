@@ -35,7 +35,7 @@ __all__ = ["write_bundle"]
 _ALIGNMENT = 64
 _SETTINGS = (
     "max_tokens_per_step", "max_seqs", "block_size", "kv_dtype", "max_graphs", "defrag_waste",
-    "kernel", "weights", "strict", "watch_process",
+    "kernel", "weights", "strict", "watch_process", "same_bits",
 )  # fmt: skip
 """Settings of the engine that a bundle keeps."""
 _DECIDED = (

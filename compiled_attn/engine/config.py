@@ -131,6 +131,11 @@ class EngineConfig:
         "packed where that was measured to be faster, and float32 weights that bfloat16 holds "
         "exactly in 16 bits where that is faster still.",
     )
+    same_bits: bool = setting(
+        False,
+        "A token's logits and log-probabilities are the same bits in whatever steps it is computed, "
+        "and those of compiled_attn.score; CPU only, and slower.",
+    )
     async_scheduling: bool = setting(
         True,
         "On a device that is not the CPU, plan and launch a step before the tokens of the previous "
@@ -217,6 +222,10 @@ class EngineConfig:
                 f"{self.kv_memory!r}: leave one of them out"
             )
         Speculation.of(self.speculate)
+        if self.same_bits:
+            from compiled_attn.engine.same_bits import check_settings
+
+            check_settings(self)
         if self.sanitize and self.backend_name == "onnxrt":
             raise ConfigError(
                 "expected sanitize False with backend onnxrt, which cannot capture its checks, got "

@@ -100,6 +100,8 @@ def packs(
         ConfigError: packing is required, but the weights or the kernel do not support it.
     """
     weights, packed = config.weights, packed_weights(model)
+    if config.same_bits and weights == "auto":
+        weights = "packed"  # not what is fastest here: other machines must choose the same
     is_required = weights == "packed" or weights in BITS_OF
     if is_required and kernel.name != "native":
         raise ConfigError(

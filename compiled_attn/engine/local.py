@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.huge_pages import touched_later
 from compiled_attn.cache.slot_shadow import SlotShadow
+from compiled_attn.engine import same_bits
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
@@ -89,6 +90,8 @@ class LocalExecutor:
         self._store = store_of(config.backend, config.store)
         backend = resolve(self._store.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
+        if config.same_bits:
+            same_bits.check_model(model, self.kernel)
         if config.speculate is not None and self.kernel.name != "native":
             raise ConfigError(
                 f"expected the native kernel with speculate {config.speculate!r}, got "
@@ -101,7 +104,9 @@ class LocalExecutor:
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
         near, size, dtype = sizing.near_blocks, sizing.block_size, config.cache_dtype
         with touched_later():  # after the measurements of packing and oneDNN
-            self.cache = cache_for(model, blocks, size, dtype=dtype, near_blocks=near)
+            self.cache = cache_for(
+                model, blocks, size, dtype=dtype, near_blocks=near, latents=not config.same_bits
+            )
             packed = packs(model, config, self.kernel)
             self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
             options = self._backend_options(model)
@@ -131,6 +136,7 @@ class LocalExecutor:
             symbolic=symbolic,
             journal=self.config.warmup_journal,
             timed_runs=timed_runs,
+            order=same_bits.order(sizing.buckets) if self.config.same_bits else "largest_first",
             **steps.options,
         )
         self.sanitize(self.config.sanitize)
@@ -234,6 +240,8 @@ class LocalExecutor:
         serving = BucketSpace(buckets.names, captured, buckets.cost)
         self.sizing = replace(self.sizing, buckets=serving)
         self.module.remember()
+        if self.config.same_bits:
+            same_bits.prove(self)
         return whole
 
     def _captured(self) -> list[Bucket]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from compiled_attn.cache.blocks.window import most_held
@@ -20,10 +20,12 @@ from graphs.buckets.recorded import RecordedSizes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LAYOUTS", "LayoutType", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
+__all__ = ["LAYOUTS", "SEGMENT", "LayoutType", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
 
 _log = logging.getLogger(__name__)
 
+SEGMENT = 256
+"""Keys of a segment of attention with ``same_bits``."""
 _ONE_COMPILE, _COMPILE_EACH = 512, 256
 _LEARNED_SHARE = 3  # of max_graphs
 
@@ -137,12 +139,17 @@ class Sizing:
         from compiled_attn.models.hf import cache_for  # loads transformers
 
         near_blocks = 2 if most_near != 0 and layout is TableLayout and ranks == 1 else None
-        slot = cache_for(model, 2, 1, dtype=config.cache_dtype, near_blocks=near_blocks)
+        slot = cache_for(
+            model, 2, 1, dtype=config.cache_dtype, near_blocks=near_blocks,
+            latents=not config.same_bits,
+        )  # fmt: skip
         cache = CacheSize.of(model, config, context, ranks, slot, step.tokens, draft, most_near)
         num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
         window = slot.window if ranks == 1 else None
         limits = step_limits(config, step.tokens, context, num_blocks, window)
         steps = layout(num_blocks, config.block_size, -(-context // config.block_size))
+        if config.same_bits and isinstance(steps, TableLayout):
+            steps = replace(steps, segment=SEGMENT)
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         if recorded := _recorded(config, buckets.names):
             buckets = _with_learned(config, buckets, recorded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,11 @@ from compiled_attn.step.requests import (
 )
 from graphs import BucketSpace, explicit
 
-__all__ = ["TableBatch", "TableLayout", "TablePlan"]
+__all__ = ["SHARED", "TableBatch", "TableLayout", "TablePlan"]
+
+SHARED = ((64, 8), (2, 2))
+"""Buckets of all ladders with segments, whose one graph is compiled for the first of them."""
+
 
 _AXES = ("tokens", "requests")
 _DRAFT_ROWS = 64  # beyond them a row takes as long with others as alone
@@ -163,11 +167,14 @@ class TableLayout:
 
     Args:
         width: blocks of the longest request; None: that of each step, for graphs of no fixed width.
+        segment: see `compiled_attn.ops.reference.paged_attention`; the buckets are then for one
+            graph, as other graphs may give other bits.
     """
 
     num_blocks: int
     block_size: int
     width: int | None = None
+    segment: int | None = None
 
     axes = symbolic = _AXES
     reads_range = False
@@ -184,11 +191,16 @@ class TableLayout:
         all buckets, there are also finer sizes of prefills with few requests: a prompt needs few
         rows of logits, and less of its last step is padding.
         """
+        if self.segment is not None:  # there is no symbol for 1
+            limits = replace(limits, tokens=max(2, limits.tokens), seqs=max(2, limits.seqs))
         largest = limits.tokens, limits.seqs
-        decode = [(size, size) for size in _decode_sizes(limits)]
+        decode = [(n, n) for n in _decode_sizes(limits) if n > 1 or self.segment is None]
         prefill = [(size, limits.seqs) for size in _doubling(2 * limits.seqs, limits.tokens)]
         decode, prefill = decode[::-1], [shape for shape in prefill[::-1] if shape != largest]
         sizes = [largest]
+        if self.segment is not None:
+            sizes += [shape for shape in SHARED if shape != largest]
+            decode, prefill = ([s for s in each if s not in sizes] for each in (decode, prefill))
         while len(sizes) < max_graphs and (decode or prefill):
             sizes.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
         if one_compile:
@@ -241,15 +253,15 @@ class TableLayout:
 
     def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
         """See `TableBatch.metadata`."""
-        return batch.metadata(block_size)
+        return replace(batch.metadata(block_size), segment=self.segment)
 
     def logits_metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
         """See `TableBatch.logits_metadata`."""
-        return batch.logits_metadata(block_size)
+        return replace(batch.logits_metadata(block_size), segment=self.segment)
 
     def over(self, num_blocks: int, block_size: int, width: int) -> TableLayout:
         """See `StepLayout.over`."""
-        return TableLayout(num_blocks, block_size, width)
+        return TableLayout(num_blocks, block_size, width, self.segment)
 
 
 def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:

@@ -76,6 +76,7 @@ def cache_for(
     *,
     dtype: torch.dtype | None = None,
     near_blocks: int | None = None,
+    latents: bool = True,
 ) -> PagedKVCache:
     """Creates a `PagedKVCache` for the layers of a Hugging Face model.
 
@@ -89,13 +90,14 @@ def cache_for(
         dtype: dtype of the cache; None: that of the weights.
         near_blocks: blocks of windowed layers, see `NearLayers`, if only some layers are; None: as
             many as of the others.
+        latents: False: multi-head latent attention stores all expanded keys and values.
 
     Raises:
         ValueError: the sizes are too small.
         ModelRefused: it cannot run on a paged cache, see `PagedCausalLM`.
     """
     calls = calls_by_layer(model)
-    shapes, windows = _shapes(calls), [call.window or 0 for call in calls]
+    shapes, windows = _shapes(calls, latents), [call.window or 0 for call in calls]
     return PagedKVCache(
         len(shapes),
         num_blocks,
@@ -158,7 +160,8 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
 
 def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:
     """Raises ValueError unless each layer of the cache has the shape of its call."""
-    shapes = _shapes(calls)
+    has_latents = any(not cache.stores_value(layer) for layer in range(cache.num_layers))
+    shapes = _shapes(calls, has_latents)
     for layer in range(max(len(calls), cache.num_layers)):
         got = cache.shapes[layer][:3] if layer < cache.num_layers else None
         expected = shapes[layer][:3] if layer < len(shapes) else None
@@ -169,12 +172,13 @@ def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: Pa
             )
 
 
-def _shapes(calls: Sequence[AttentionCall]) -> list[KVShape]:
+def _shapes(calls: Sequence[AttentionCall], latents: bool) -> list[KVShape]:
     shapes = []
     for layer, call in enumerate(calls):
         plain = KVShape(call.key.shape[1], call.key.shape[3], call.value.shape[3])
         same = next((first for first in range(layer) if _is_same(call, calls[first])), None)
-        shapes.append((latent_shape(call.module) or plain)._replace(same_as=same))
+        latent = latent_shape(call.module) if latents else None
+        shapes.append((latent or plain)._replace(same_as=same))
     return shapes
 
 
