@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         paged_attention_v2,
     )
     from compiled_attn.engine.asynchronous import AsyncEngine
+    from compiled_attn.score import Scorer, score
     from compiled_attn.step import (
         AttentionMetadata,
         BatchBuilder,
@@ -67,6 +68,7 @@ else:
         "flash_attn_with_kvcache",
         "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
         "engine.asynchronous": "AsyncEngine",
+        "score": "Scorer score",
         "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
         "TableBatch TablePlan",
         "text.llm": "LLM",
@@ -100,6 +102,7 @@ __all__ = [
     "PartialAttention",
     "Request",
     "RequestTable",
+    "Scorer",
     "StepBatch",
     "StepPlan",
     "TableBatch",
@@ -116,6 +119,7 @@ __all__ = [
     "partial_attn_causal",
     "partial_attn_shared",
     "partial_attn_unique",
+    "score",
     "unified_attention",
 ]
 __version__ = "0.1.0"

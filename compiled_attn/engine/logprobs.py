@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["RowResult", "TokenLogprobs", "logprobs_of", "most_likely"]
+__all__ = ["RowResult", "TokenLogprobs", "logprobs_of", "most_likely", "token_logprobs"]
 
 _SPARE = 1024  # chunks beyond twice the count, before rows are handled one by one
 _CHUNK = 32
@@ -122,6 +122,34 @@ class RowResult(NamedTuple):
     more: tuple[RowResult, ...] = ()
 
 
+def log_sum_exp(logits: Tensor) -> NDArray[np.float64]:
+    """Log-sum-exp of each row ``[R, vocab]``, float32 or float64, with sums in float64.
+
+    Row by row: torch's sums depend on the number of rows and threads.
+    """
+    with np.errstate(all="ignore"):  # of rows that are not finite
+        return np.array([_log_sum_exp(row) for row in logits.detach().cpu().numpy()], np.float64)
+
+
+def _log_sum_exp(row: NDArray[Any]) -> float:
+    peak = row.max()
+    total = np.exp(row - peak).sum(dtype=np.float64)
+    return float(peak + np.log(total))
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float64]:
+    """Log-probability of one token of each row ``[R, vocab]``, any float dtype."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return _chosen(wide, tokens) - log_sum_exp(wide)
+
+
+def _chosen(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float64]:
+    rows = torch.arange(len(logits), device=logits.device)
+    at = torch.tensor(tokens, device=logits.device)
+    chosen: NDArray[np.float64] = logits[rows, at].double().detach().cpu().numpy()
+    return chosen
+
+
 def logprobs_of(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
@@ -132,13 +160,11 @@ def logprobs_of(
         tokens: R ids.
         counts: how many of the most likely tokens to return for each row.
     """
-    rows = torch.arange(len(logits), device=logits.device)
-    at = torch.tensor(tokens, device=logits.device)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = wide.logsumexp(1)
-    own = (wide[rows, at] - total).tolist()
+    total = log_sum_exp(wide)
+    own = (_chosen(wide, tokens) - total).tolist()
     values, ids = most_likely(wide, max(1, *counts))
-    logprobs = (values - total.double().cpu().numpy()[:, None]).tolist()
+    logprobs = (values - total[:, None]).tolist()
     return [
         TokenLogprobs(token, logprob, tuple(zip(of_row[:count], each[:count], strict=True)))
         for token, logprob, count, of_row, each in zip(
