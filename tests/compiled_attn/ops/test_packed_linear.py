@@ -183,6 +183,26 @@ def test_the_number_of_threads_changes_no_bit(ops, rows, kind):
         assert torch.equal(ops.packed_linear(input, packed, bias), alone)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inputs", [96, 576])
+def test_the_number_of_rows_changes_no_bit(ops, kind, inputs):
+    if not ops.build:
+        pytest.skip("torch's own sums may differ with the number of rows")
+    input, gate, bias = layer(300, 16 * 13, inputs, kind=kind)
+    packed = [packed_as(kind, each) for each in (gate, gate.flip(0))]
+    calls = {
+        "one": lambda x: ops.packed_linear(x, packed[0], bias),
+        "several": lambda x: torch.cat(ops.packed_linears(x, packed), 1),
+        "gated": lambda x: ops.packed_swiglu(x, packed),
+    }
+    for name, call in calls.items():
+        with threads(2):
+            whole = call(input)
+        for rows in range(1, 131):
+            with threads(1 + rows % 2):
+                assert torch.equal(call(input[-rows:]), whole[-rows:]), (name, rows)
+
+
 BIASED_ROWS = [(0, False), (1, True), (1, False), (5, True), (40, False), (300, True)]
 
 
