@@ -197,8 +197,8 @@ def _dependent(model: PagedCausalLM, run: Callable[[], None]) -> tuple[str, nn.M
     """
     found: list[tuple[str, nn.Module]] = []
 
-    def check(path: str, module: nn.Module, args: Any, out: Any) -> None:
-        rows = args[0] if len(args) == 1 else None
+    def check(path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        rows = args[0] if len(args) == 1 and not kwargs else None
         if found or not (isinstance(rows, Tensor) and isinstance(out, Tensor)):
             return
         if rows.shape[:2] == out.shape[:2] and not same_bits(
@@ -208,7 +208,7 @@ def _dependent(model: PagedCausalLM, run: Callable[[], None]) -> tuple[str, nn.M
 
     with ExitStack() as hooks:
         for path, module in model.model.named_modules():
-            hook = module.register_forward_hook(partial(check, path))
+            hook = module.register_forward_hook(partial(check, path), with_kwargs=True)
             hooks.callback(hook.remove)
         run()
     return found[0] if found else ("", model.model)
