@@ -65,7 +65,7 @@ def test_tokens_of_random_traffic_have_the_bits_of_score(name, dtype):
     engine = Engine(model, config)
     engine.warmup()
     prompts, params = traffic()
-    results = engine.generate(prompts, params, in_order=True)
+    results = [*engine.generate(prompts, params, in_order=True)]
     assert engine.report().preemptions > 0
     for prompt, result in zip(prompts, results, strict=True):
         expected = scorer.score([*prompt, *result.tokens])[len(prompt) - 1 :]
