@@ -53,9 +53,7 @@ def served(
     vocab = engine.executor.sizing.vocab
     prompts = prompts_of(-(-count // NEW), vocab)
     params = [
-        SamplingParams(
-            max_new_tokens=NEW, temperature=1.0, seed=seed, logprobs=0, ignore_eos=True
-        )
+        SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=seed, logprobs=0, ignore_eos=True)
         for seed in range(len(prompts))
     ]
     start = time.perf_counter()

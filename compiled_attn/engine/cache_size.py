@@ -74,9 +74,7 @@ class CacheSize:
         from compiled_attn.models.hf import cache_for  # loads transformers
 
         if slot is None:
-            slot = cache_for(
-                model, 2, 1, dtype=config.cache_dtype, latents=not config.same_bits
-            )
+            slot = cache_for(model, 2, 1, dtype=config.cache_dtype, latents=not config.same_bits)
         size, step = config.block_size, step or context
         window = slot.window if ranks == 1 else None
         context = -(-context // ranks)

@@ -133,8 +133,8 @@ class EngineConfig:
     )
     same_bits: bool = setting(
         False,
-        "A token's logits and log-probabilities are the same bits in whatever steps it is computed, "
-        "and those of compiled_attn.score; CPU only, and slower.",
+        "A token's logits and log-probabilities have the same bits in any step, those of "
+        "compiled_attn.score; on the CPU only, and slower.",
     )
     async_scheduling: bool = setting(
         True,

@@ -63,7 +63,7 @@ def check_model(model: PreTrainedModel, kernel: ChosenKernel) -> None:
     if model.device.type != "cpu" or kernel.name != "native":
         where = f"{kernel.name} on {model.device.type}"
         raise ConfigError(
-            f"expected the native kernel on the CPU with same_bits, got {where}: leave same_bits out"
+            f"expected the native kernel on the CPU with same_bits, got {where}: leave it out"
         )
     packed = {id(weight) for weight in packable(model)}
     for path, module in model.named_modules():
@@ -91,7 +91,9 @@ def prove(executor: LocalExecutor) -> None:
     """
     report = executor.graphs.report
     if report and (alone := next((each for each in report.captured if each.why_alone), None)):
-        raise _refused(executor.module.model, "", f"{alone.bucket} has its own graph: {alone.why_alone}")
+        raise _refused(
+            executor.module.model, "", f"{alone.bucket} has its own graph: {alone.why_alone}"
+        )
     trial = _Trial(executor)
     expected = trial.logits([1] * len(trial.tokens))
     for chunks in _CHUNKS:

@@ -20,7 +20,16 @@ from graphs.buckets.recorded import RecordedSizes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LAYOUTS", "SEGMENT", "LayoutType", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
+__all__ = [
+    "LAYOUTS",
+    "SEGMENT",
+    "LayoutType",
+    "Sizing",
+    "StepSize",
+    "eos_tokens",
+    "step_limits",
+    "work_of",
+]
 
 _log = logging.getLogger(__name__)
 
