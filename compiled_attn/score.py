@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.local import LocalExecutor
@@ -18,6 +17,9 @@ from compiled_attn.errors import ConfigError
 from compiled_attn.models.hf import context_limit
 from compiled_attn.models.load import unwrap
 from compiled_attn.step import BatchBuilder, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Scorer", "score"]
 

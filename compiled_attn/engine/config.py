@@ -223,9 +223,7 @@ class EngineConfig:
             )
         Speculation.of(self.speculate)
         if self.same_bits:
-            from compiled_attn.engine.same_bits import check_settings
-
-            check_settings(self)
+            _check_same_bits(self)
         if self.sanitize and self.backend_name == "onnxrt":
             raise ConfigError(
                 "expected sanitize False with backend onnxrt, which cannot capture its checks, got "
@@ -241,6 +239,24 @@ class EngineConfig:
             raise ConfigError(
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "
                 f"{self.max_tokens_per_step}: every running request needs a token in a step"
+            )
+
+
+def _check_same_bits(config: EngineConfig) -> None:
+    """Raises ConfigError if a setting needs graphs or kernels whose bits depend on the step."""
+    is_inductor = config.backend == "inductor" or not isinstance(config.backend, str)
+    rules: dict[str, tuple[bool, str]] = {
+        "backend": (is_inductor, "'inductor'"),
+        "kernel": (config.kernel != "portable", "'auto' or 'native'"),
+        "weights": (config.weights != "plain", "that are packed"),
+        "buckets": (config.buckets is None, "None"),
+        "learn_buckets": (config.learn_buckets is None, "None"),
+    }
+    for name, (holds, expected) in rules.items():
+        if not holds:
+            got = getattr(config, name)
+            raise ConfigError(
+                f"expected {name} {expected} with same_bits, got {got!r}: leave {name} out"
             )
 
 

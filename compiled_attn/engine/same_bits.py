@@ -1,8 +1,8 @@
 """``same_bits``: a token's logits do not depend on the step that computes them.
 
 Attention merges fixed segments of keys, linear layers are packed, and everything between them is
-one graph of symbolic sizes. `check_settings` and `check_model` refuse what has other kernels;
-`prove` compares steps at warmup.
+one graph of symbolic sizes. `check_model` refuses what has other kernels; `prove` compares steps at
+warmup.
 """
 
 from __future__ import annotations
@@ -25,33 +25,14 @@ from graphs import Bucket, BucketSpace
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from compiled_attn.engine.config import EngineConfig
     from compiled_attn.engine.kernel import ChosenKernel
     from compiled_attn.engine.local import LocalExecutor
     from compiled_attn.models.hf import PagedCausalLM
 
-__all__ = ["check_model", "check_settings", "order", "prove", "same_bits"]
+__all__ = ["check_model", "order", "prove", "same_bits"]
 
 _TOKENS = 24  # of the prompt that is compared
 _CHUNKS = ((24,), (1, 3, 17, 3), (7, 16, 1))
-
-
-def check_settings(config: EngineConfig) -> None:
-    """Raises ConfigError if a setting needs graphs or kernels whose bits depend on the step."""
-    is_inductor = config.backend == "inductor" or not isinstance(config.backend, str)
-    rules: dict[str, tuple[bool, str]] = {
-        "backend": (is_inductor, "'inductor'"),
-        "kernel": (config.kernel != "portable", "'auto' or 'native'"),
-        "weights": (config.weights != "plain", "that are packed"),
-        "buckets": (config.buckets is None, "None"),
-        "learn_buckets": (config.learn_buckets is None, "None"),
-    }
-    for name, (holds, expected) in rules.items():
-        if not holds:
-            got = getattr(config, name)
-            raise ConfigError(
-                f"expected {name} {expected} with same_bits, got {got!r}: leave {name} out"
-            )
 
 
 def check_model(model: PreTrainedModel, kernel: ChosenKernel) -> None:
