@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compiled_attn.engine.kernel import ChosenKernel
-    from compiled_attn.engine.local import LocalExecutor
     from compiled_attn.models.hf import PagedCausalLM
 
 __all__ = ["check_model", "order", "prove", "same_bits"]
@@ -63,8 +62,11 @@ def order(buckets: BucketSpace) -> Callable[[Bucket], Any]:
     return lambda bucket: (bucket.sizes != SHARED[0], -buckets.cost(bucket), bucket.sizes)
 
 
-def prove(executor: LocalExecutor) -> None:
+def prove(executor: Any) -> None:
     """Compares the logits of drawn tokens in different steps, bit for bit, before any is served.
+
+    Args:
+        executor: a `LocalExecutor` after its captures.
 
     Raises:
         ConfigError: they differ; it names a module that depends on the rows of a step, if one by
@@ -86,7 +88,7 @@ def prove(executor: LocalExecutor) -> None:
 class _Trial:
     """A prompt of drawn tokens, computed in an unused cache in different steps."""
 
-    def __init__(self, executor: LocalExecutor) -> None:
+    def __init__(self, executor: Any) -> None:
         sizing = executor.sizing
         self._executor, self._size = executor, sizing.block_size
         self._blocks = min(sizing.num_blocks, sizing.near_blocks or sizing.num_blocks) - 1

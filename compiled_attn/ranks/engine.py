@@ -168,6 +168,11 @@ def engine_on(
             "expected no learn_buckets on several ranks, which must agree on their buckets: plan "
             "with `compiled-attn plan --demand FILE --out BUCKETS`, and give buckets"
         )
+    if config.same_bits:
+        raise ConfigError(
+            "expected same_bits False on several ranks, whose sums depend on their number, got "
+            "True: leave it out"
+        )
     ranks.check_equal(_facts(model, config) | {"executor": executor.__name__})
     with ranks.guard():
         executor.divide(model, ranks)
