@@ -56,11 +56,7 @@ class ContextExecutor(RankExecutor):
             )
         sizing = super()._sizing_of(model)
         layout = DividedTableLayout(
-            sizing.num_blocks,
-            sizing.block_size,
-            sizing.table_width,
-            share=self._share,
-            group=self._group,
+            sizing.num_blocks, sizing.block_size, sizing.table_width, self._share, self._group
         )
         return replace(sizing, layout=layout)
 

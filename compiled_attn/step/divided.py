@@ -122,4 +122,4 @@ class DividedTableLayout(TableLayout):
 
     def over(self, num_blocks: int, block_size: int, width: int) -> DividedTableLayout:
         """See `StepLayout.over`."""
-        return DividedTableLayout(num_blocks, block_size, width, share=self.share, group=self.group)
+        return DividedTableLayout(num_blocks, block_size, width, self.share, self.group)

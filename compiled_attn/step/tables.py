@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -174,7 +174,7 @@ class TableLayout:
     num_blocks: int
     block_size: int
     width: int | None = None
-    segment: int | None = None
+    segment: int | None = field(default=None, kw_only=True)
 
     axes = symbolic = _AXES
     reads_range = False
@@ -261,7 +261,7 @@ class TableLayout:
 
     def over(self, num_blocks: int, block_size: int, width: int) -> TableLayout:
         """See `StepLayout.over`."""
-        return TableLayout(num_blocks, block_size, width, self.segment)
+        return TableLayout(num_blocks, block_size, width, segment=self.segment)
 
 
 def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:
