@@ -86,7 +86,9 @@ def differing(
     different = 0
     for tokens, own in zip(sequences, logprobs, strict=True):
         expected = scorer.score(tokens)[-len(own) :].view(torch.int64)
-        different += int((torch.tensor(own).double().view(torch.int64) != expected).sum())
+        different += int(
+            (torch.tensor(own, dtype=torch.float64).view(torch.int64) != expected).sum()
+        )
     scorer.close()
     return different, sum(map(len, logprobs))
 

@@ -50,7 +50,7 @@ def main() -> None:
         results = [*engine.generate(prompts, params, in_order=True, salt=str(step))]
         difference, rewards, losses = 0.0, [], []
         for prompt, result in zip(prompts, results, strict=True):
-            sampled = torch.tensor([each.logprob for each in result.logprobs]).double()
+            sampled = torch.tensor([each.logprob for each in result.logprobs], dtype=torch.float64)
             scored = scorer.score([*prompt, *result.tokens])[len(prompt) - 1 :]
             difference = max(difference, (sampled - scored).abs().max().item())
             rewards.append(sum(token % 2 for token in result.tokens) / len(result.tokens))
