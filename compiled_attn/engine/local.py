@@ -49,6 +49,7 @@ from graphs.torch_internals.replay.replay import Replays
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from compiled_attn.models.adapters import AdapterPool
     from compiled_attn.models.hf import PagedCausalLM
 
 __all__ = ["HostSteps", "LocalExecutor", "executor_for"]
@@ -75,6 +76,7 @@ class LocalExecutor:
     """
 
     schedules_ahead = False
+    adapters: AdapterPool | None = None
     _replays: Replays | None = None
     _onednn: Collection[tuple[int, int]] = ()
     _plan_notes: Mapping[str, str] = {}
@@ -103,13 +105,14 @@ class LocalExecutor:
         with touched_later():  # after the measurements of packing and oneDNN
             self.cache = cache_for(model, blocks, size, dtype=dtype, near_blocks=near)
             packed = packs(model, config, self.kernel)
-            self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
+            self.adapters = self._adapters_for(model)
+            self.module = PagedCausalLM(model, self.cache, sizing.layout, packed, self.adapters)
             options = self._backend_options(model)
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"
         steps: HostSteps | DeviceSteps = (
-            HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
+            HostSteps(self.module, self.adapters) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
         )
         symbolic = () if backend.why_no_symbolic() else sizing.layout.symbolic
         self._make_graphs(steps, spec, timed_runs, symbolic)
@@ -138,6 +141,24 @@ class LocalExecutor:
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         return Sizing.of(model, self.config, self.kernel.layout, draft=self.draft)
+
+    def _adapters_for(self, model: PreTrainedModel) -> AdapterPool | None:
+        """Makes the slots for adapters, if the configuration has any."""
+        config = self.config
+        if not config.max_adapters:
+            return None
+        if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                "expected a model of float32 or bfloat16 on the CPU with max_adapters "
+                f"{config.max_adapters}, got {model.dtype} on {model.device.type}: merge the "
+                "adapter into the model"
+            )
+        from compiled_attn.models.adapters import AdapterPool
+
+        rows = max(bucket["tokens"] for bucket in self.sizing.buckets)
+        return AdapterPool(
+            config.max_adapters, config.max_adapter_rank, config.adapter_targets, rows
+        )
 
     def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel | None:
         """Loads the draft model of the configuration, if there is one."""
@@ -255,6 +276,8 @@ class LocalExecutor:
         for other in self.others:
             other.close()
         self.copies.close()
+        if self.adapters is not None:
+            self.adapters.remove()
         self._store.close()
 
     def check_unchanged(self) -> None:
@@ -369,12 +392,16 @@ class HostSteps:
     options: Mapping[str, Any] = {}
     others: Sequence[WarmupManager] = ()
 
-    def __init__(self, model: PagedCausalLM) -> None:
+    def __init__(self, model: PagedCausalLM, adapters: AdapterPool | None = None) -> None:
         self.module: nn.Module = model
+        self._adapters = adapters
         self.padding = model.layout.padding
 
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
         """See `DeviceSteps.launch`."""
+        if self._adapters is not None:
+            parts = step.parts
+            self._adapters.use([each.adapter for each in parts.sequences], parts.counts)
         logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
         return sampled(logits, step.parts, step.plan.rows.logits)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops import packed_linear, quantised_linear, reference, sampling
+from compiled_attn.ops import lora, packed_linear, quantised_linear, reference, sampling
 from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.calibration import load_or_calibrate
 from compiled_attn.ops.cpu.isa import available_isas, request_permission
@@ -120,6 +120,11 @@ class NativeOps:
     def quantised_rows(self, *args: Any) -> Tensor:
         """See `quantised_linear.reference_rows`; ids ``[n]`` out of range are errors."""
         result: Tensor = self._ops.quantised_rows(*args)
+        return result
+
+    def add_lora(self, *args: Tensor) -> Tensor:
+        """See `lora.reference`."""
+        result: Tensor = self._ops.add_lora(*args)
         return result
 
     def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
@@ -339,6 +344,7 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "quantised_linears": quantised_linear.reference_all,
     "quantised_swiglu": quantised_linear.reference_swiglu,
     "quantised_rows": quantised_linear.reference_rows,
+    "add_lora": lora.reference,
     "sample_tokens": sampling.reference,
 }
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -347,4 +353,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "packed_rows": packed_linear.fake_rows, "sample_tokens": sampling.fake,
     "quantised_linear": quantised_linear.fake, "quantised_linears": quantised_linear.fake_all,
     "quantised_swiglu": quantised_linear.fake_swiglu, "quantised_rows": quantised_linear.fake_rows,
+    "add_lora": lora.fake,
 }  # fmt: skip

@@ -35,6 +35,7 @@ KERNELS = (
     "attention/paged_attention.cpp",
     "linear/packed_linear.cpp",
     "linear/quantised_linear.cpp",
+    "linear/lora.cpp",
     "sampling/sample_tokens.cpp",
 )
 """Translation units compiled for an instruction set."""
