@@ -4,17 +4,70 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Set
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from compiled_attn.cache.blocks.prefix import Salt
-from compiled_attn.engine.config import ConfigError
+from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.request_state import RequestState
 from compiled_attn.errors import AdapterError
 from compiled_attn.models.adapters import Adapter, AdapterPool, read_adapter
+from graphs import BucketSpace
 from graphs.errors import quoted
 
-__all__ = ["NamedAdapters", "ServedAdapter"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["NamedAdapters", "ServedAdapter", "adapter_pool", "with_adapters"]
+
+
+def adapter_pool(
+    model: PreTrainedModel, config: EngineConfig, buckets: BucketSpace
+) -> AdapterPool | None:
+    """Makes the slots for the adapters of a configuration; None: it has none.
+
+    Raises:
+        ConfigError: the model is not of float32 or bfloat16 on the CPU.
+    """
+    if not config.max_adapters:
+        return None
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"expected a model of float32 or bfloat16 on the CPU with max_adapters "
+            f"{config.max_adapters}, got {model.dtype} on {model.device.type}: merge the adapter "
+            "into the model"
+        )
+    rows = max(bucket["tokens"] for bucket in buckets)
+    return AdapterPool(config.max_adapters, config.max_adapter_rank, config.adapter_targets, rows)
+
+
+def with_adapters(
+    config: EngineConfig, sources: Mapping[str, str | Path | Adapter]
+) -> tuple[EngineConfig, dict[str, Adapter]]:
+    """Reads adapters; returns a configuration with room for just these, unless it has room for
+    some already.
+
+    Raises:
+        AdapterError: one cannot be read, or is of a kind that is not served.
+    """
+    read = {
+        name: source if isinstance(source, Adapter) else read_adapter(source)
+        for name, source in sources.items()
+    }
+    if not read or config.max_adapters:
+        return config, read
+    targets = {path.rpartition(".")[2] for each in read.values() for path in each.weights}
+    rank = max(each.rank for each in read.values())
+    return replace(
+        config,
+        max_adapters=len(read),
+        max_adapter_rank=rank,
+        adapter_targets=tuple(sorted(targets)),
+    ), read
 
 
 class ServedAdapter(NamedTuple):
@@ -29,8 +82,10 @@ class ServedAdapter(NamedTuple):
     slot: int
     key: bytes
 
-    def salt(self, salt: Salt) -> bytes:
+    def salt(self, salt: Salt) -> Salt:
         """Returns the salt of its requests that have this one of their own."""
+        if not self.slot:
+            return salt
         match salt:
             case None:
                 return self.key
@@ -39,19 +94,23 @@ class ServedAdapter(NamedTuple):
         return self.key + b"bytes:" + salt
 
 
-class NamedAdapters:
-    """Adds and removes adapters while others are in use.
+_NONE = ServedAdapter(0, b"")
 
-    A slot is free if it has no name and no open request uses it, so nothing has to be released
-    when a request ends.
+
+class NamedAdapters:
+    """Adds and removes LoRA adapters between steps, without a capture, while others are in use.
+
+    Requests name theirs in `SamplingParams.adapter`. Tokens of requests with others, or without
+    one, do not change. A slot is free if it has no name and no open request uses it, so nothing has
+    to be released when a request ends.
 
     Args:
         pool: of the executor; None: it has none.
-        slots_in_use: returns the slots of all open requests.
+        requests: the open ones, which changes.
     """
 
-    def __init__(self, pool: AdapterPool | None, slots_in_use: Callable[[], Set[int]]) -> None:
-        self._pool, self._slots_in_use = pool, slots_in_use
+    def __init__(self, pool: AdapterPool | None, requests: Mapping[int, RequestState]) -> None:
+        self._pool, self._requests = pool, requests
         self._by_name: dict[str, ServedAdapter] = {}
 
     @property
@@ -60,7 +119,18 @@ class NamedAdapters:
         return [*self._by_name]
 
     def add(self, name: str, source: str | Path | Adapter) -> None:
-        """See `Engine.add_adapter`."""
+        """Adds an adapter.
+
+        Args:
+            name: for requests.
+            source: folder with ``adapter_config.json`` and ``adapter_model.safetensors``, as peft
+                saves them, or an `Adapter`.
+
+        Raises:
+            AdapterError: it cannot be read, is of a kind that is not served or of another base
+                model, or has a larger rank than ``max_adapter_rank``; its name is in use; or there
+                are ``max_adapters`` already. Nothing has changed then.
+        """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"expected a name for an adapter, got {quoted(name)}: pass a text")
         pool = self._pool_for(name)
@@ -70,7 +140,8 @@ class NamedAdapters:
             )
         adapter = source if isinstance(source, Adapter) else read_adapter(source)
         pool.check(adapter)
-        used = {each.slot for each in self._by_name.values()} | self._slots_in_use()
+        used = {each.slot for each in self._by_name.values()}
+        used |= {each.adapter for each in self._requests.values()} - {0}
         slot = next((each for each in range(1, pool.slots) if each not in used), None)
         if slot is None:
             raise AdapterError(
@@ -82,19 +153,23 @@ class NamedAdapters:
         self._by_name[name] = ServedAdapter(slot, secrets.token_bytes(16))
 
     def remove(self, name: str) -> None:
-        """See `Engine.remove_adapter`."""
+        """Removes an adapter; its open requests finish with it.
+
+        Raises:
+            ConfigError: there is no adapter of that name.
+        """
         if name not in self._by_name:
             raise self._unknown(name)
         del self._by_name[name]
 
-    def of(self, name: str | None) -> ServedAdapter | None:
-        """Returns the adapter of a request; None: it has none.
+    def of(self, name: str | None) -> ServedAdapter:
+        """Returns the adapter of a request; for no name that of slot 0.
 
         Raises:
             ConfigError: there is no adapter of that name.
         """
         if name is None:
-            return None
+            return _NONE
         if (found := self._by_name.get(name)) is None:
             raise self._unknown(name)
         return found

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compiled_attn.cache.blocks import BlockPool
@@ -44,8 +43,6 @@ from graphs import WarmupReport, no_compile
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from compiled_attn.models.adapters import Adapter
-
 __all__ = ["Engine"]
 
 
@@ -65,6 +62,7 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
+        adapters: adds and removes LoRA adapters.
         sentinel: counts compiles since the warmup.
         warmup_report: report of the last warmup; None before it.
         restarts: how often a step or an abort was rolled back.
@@ -105,7 +103,7 @@ class Engine:
         self.warmup_report: WarmupReport | None = None
         self.grammars, self._has_stop = grammars, has_stop
         self._requests: dict[int, RequestState] = {}
-        self._adapters = NamedAdapters(executor.adapters, self._slots_in_use)
+        self.adapters = NamedAdapters(executor.adapters, self._requests)
         self._dropped: set[int] = set()
         self._ids = itertools.count()
         self._events = deque[TokenEvent]()
@@ -164,36 +162,6 @@ class Engine:
         """
         sampling = SamplingParams() if sampling is None else sampling
         return self.enter(token_ids(prompt), sampling, salt, arrived_s, self._events, None)
-
-    def add_adapter(self, name: str, source: str | Path | Adapter) -> None:
-        """Adds a LoRA adapter, for requests with its name as `SamplingParams.adapter`.
-
-        Between steps, without a capture; tokens of other requests do not change.
-
-        Args:
-            name: for requests.
-            source: folder with ``adapter_config.json`` and ``adapter_model.safetensors``, as peft
-                saves them, or an `Adapter`.
-
-        Raises:
-            AdapterError: it cannot be read or is of a kind that is not served, is of another base
-                model, has a larger rank than ``max_adapter_rank``; its name is in use; or there
-                are ``max_adapters`` already. Nothing has changed then.
-        """
-        self._adapters.add(name, source)
-
-    def remove_adapter(self, name: str) -> None:
-        """Removes an adapter; its open requests finish with it.
-
-        Raises:
-            ConfigError: there is no adapter of that name.
-        """
-        self._adapters.remove(name)
-
-    @property
-    def adapters(self) -> list[str]:
-        """Names of the adapters."""
-        return self._adapters.names
 
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns the tokens of requests that `submit` queued.
@@ -325,7 +293,7 @@ class Engine:
         """Raises ConfigError if a request can never be served; compiles its grammar."""
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         check_fits(self.sizing, prompt, sampling)
-        self._adapters.of(sampling.adapter)
+        self.adapters.of(sampling.adapter)
         self._constraint(sampling, len(prompt))
 
     def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
@@ -354,14 +322,13 @@ class Engine:
         self.check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
         index, choice = (request_id, 0) if name is None else name
-        adapter = self._adapters.of(sampling.adapter)
+        adapter = self.adapters.of(sampling.adapter)
         sequence = RequestState(
             request_id, prompt, len(prompt), sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=self.end_tokens(sampling), salt=adapter.salt(salt) if adapter else salt,
-            index=index, events=events, has_stop=self._has_stop,
-            constraint=self._constraint(sampling, len(prompt)), choice=choice,
-            adapter=adapter.slot if adapter else 0,
+            stop_tokens=self.end_tokens(sampling), salt=adapter.salt(salt), index=index,
+            events=events, has_stop=self._has_stop, choice=choice, adapter=adapter.slot,
+            constraint=self._constraint(sampling, len(prompt)),
         )  # fmt: skip
         with delayed_interrupt(undo=lambda: self.drop({request_id})):  # its id was not returned
             self._requests[request_id] = sequence
@@ -395,12 +362,9 @@ class Engine:
     def _run(self) -> None:
         self._drop_all()
         if self.scheduler.has_work:
-            self._run_step()
-
-    def _run_step(self) -> None:
-        self._result = result = self._steps.compute()
-        result.commit(self._requests, self.tally, self.scheduler)
-        self._result = None
+            self._result = result = self._steps.compute()
+            result.commit(self._requests, self.tally, self.scheduler)
+            self._result = None
 
     def _rollback(self) -> None:
         if self._result is not None:
@@ -419,9 +383,6 @@ class Engine:
     def _drop(self, sequence: RequestState) -> None:
         del self._requests[sequence.request_id]
         self.scheduler.finish(sequence)
-
-    def _slots_in_use(self) -> set[int]:
-        return {each.adapter for each in self._requests.values()}
 
     def _new_drafter(self) -> Drafter | None:
         return drafter_of(self.executor, self.config)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.huge_pages import touched_later
 from compiled_attn.cache.slot_shadow import SlotShadow
+from compiled_attn.engine.adapters import adapter_pool
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
@@ -105,14 +106,16 @@ class LocalExecutor:
         with touched_later():  # after the measurements of packing and oneDNN
             self.cache = cache_for(model, blocks, size, dtype=dtype, near_blocks=near)
             packed = packs(model, config, self.kernel)
-            self.adapters = self._adapters_for(model)
+            self.adapters = adapter_pool(model, config, sizing.buckets)
             self.module = PagedCausalLM(model, self.cache, sizing.layout, packed, self.adapters)
             options = self._backend_options(model)
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"
         steps: HostSteps | DeviceSteps = (
-            HostSteps(self.module, self.adapters) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
+            HostSteps(self.module, self.adapters)
+            if on_cpu
+            else DeviceSteps(self.module, sizing.buckets, spec)
         )
         symbolic = () if backend.why_no_symbolic() else sizing.layout.symbolic
         self._make_graphs(steps, spec, timed_runs, symbolic)
@@ -141,24 +144,6 @@ class LocalExecutor:
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         return Sizing.of(model, self.config, self.kernel.layout, draft=self.draft)
-
-    def _adapters_for(self, model: PreTrainedModel) -> AdapterPool | None:
-        """Makes the slots for adapters, if the configuration has any."""
-        config = self.config
-        if not config.max_adapters:
-            return None
-        if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(
-                "expected a model of float32 or bfloat16 on the CPU with max_adapters "
-                f"{config.max_adapters}, got {model.dtype} on {model.device.type}: merge the "
-                "adapter into the model"
-            )
-        from compiled_attn.models.adapters import AdapterPool
-
-        rows = max(bucket["tokens"] for bucket in self.sizing.buckets)
-        return AdapterPool(
-            config.max_adapters, config.max_adapter_rank, config.adapter_targets, rows
-        )
 
     def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel | None:
         """Loads the draft model of the configuration, if there is one."""
@@ -400,8 +385,7 @@ class HostSteps:
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
         """See `DeviceSteps.launch`."""
         if self._adapters is not None:
-            parts = step.parts
-            self._adapters.use([each.adapter for each in parts.sequences], parts.counts)
+            self._adapters.use([each.adapter for each in step.parts.sequences], step.parts.counts)
         logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
         return sampled(logits, step.parts, step.plan.rows.logits)
 

@@ -34,7 +34,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 class LoraWeight(NamedTuple):
-    """The change of one linear layer: ``scale * b @ a``, with ``a [rank, in]``, ``b [out, rank]``."""
+    """The change of a linear layer: ``scale * b @ a``, of ``a [rank, in]``, ``b [out, rank]``."""
 
     a: Tensor
     b: Tensor

@@ -182,4 +182,3 @@ def _replaced(model: nn.Module, name: str, module: nn.Module) -> Iterator[None]:
         yield
     finally:
         children[last] = before
-
