@@ -102,11 +102,9 @@ class Engine:
         self._steps = StepRunner(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None
         self.grammars, self._has_stop = grammars, has_stop
-        self._requests: dict[int, RequestState] = {}
+        self._requests, self._dropped = dict[int, RequestState](), set[int]()
         self.adapters = NamedAdapters(executor.adapters, self._requests)
-        self._dropped: set[int] = set()
-        self._ids = itertools.count()
-        self._events = deque[TokenEvent]()
+        self._events, self._ids = deque[TokenEvent](), itertools.count()
         self._transactions = Transactions(self._rollback)
         self._result: StepResult | None = None  # while it is committed
         self.is_streaming = False
@@ -362,9 +360,12 @@ class Engine:
     def _run(self) -> None:
         self._drop_all()
         if self.scheduler.has_work:
-            self._result = result = self._steps.compute()
-            result.commit(self._requests, self.tally, self.scheduler)
-            self._result = None
+            self._run_step()
+
+    def _run_step(self) -> None:
+        self._result = result = self._steps.compute()
+        result.commit(self._requests, self.tally, self.scheduler)
+        self._result = None
 
     def _rollback(self) -> None:
         if self._result is not None:
