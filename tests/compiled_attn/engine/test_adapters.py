@@ -44,7 +44,7 @@ def test_adapters_of_one_batch_give_the_tokens_of_merged_weights(kernel, targets
     adapters = [drawn(model, seed, rank=1 + 3 * seed, targets=targets) for seed in range(4)]
     wanted = expected(model, prompts, [None, *adapters])
     assert len({tuple(each) for each in wanted}) > 15
-    engine = small_engine(tiny_model(), kernel=kernel, num_blocks=24, context=64, max_adapters=4)
+    engine = small_engine(tiny_model(), kernel=kernel, num_blocks=14, context=48, max_adapters=4)
     for number, adapter in enumerate(adapters):
         engine.adapters.add(str(number), adapter)
     assert served(engine, prompts, [None, "0", "1", "2", "3"]) == wanted
