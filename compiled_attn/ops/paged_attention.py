@@ -8,6 +8,7 @@ that variants can be compared in one process.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 import threading
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops import packed_linear, quantised_linear, reference, sampling
-from compiled_attn.ops.cpu.build import Build, build
+from compiled_attn.ops.cpu.build import Build, build, build_8bit, path_of_8bit
 from compiled_attn.ops.cpu.calibration import load_or_calibrate
 from compiled_attn.ops.cpu.isa import available_isas, request_permission
 from compiled_attn.ops.cpu.kernel_tuning import TuningResult
@@ -37,6 +38,7 @@ __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "build_ahead", "call_op", "loa
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
 
+_SET_BUILDER = "compiled_attn_build_8bit_by"
 # Argument errors of C++ begin like this (``arguments.h``).
 _ARGUMENT_ERROR = re.compile(r"paged_attention_?: expected ")
 
@@ -150,6 +152,7 @@ def load(
     strict: bool = False,
     sanitize: Sequence[str] = (),
     plain_tiles: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> NativeOps:
     """Builds the kernels if they are not cached, loads them, and registers the ops.
 
@@ -162,10 +165,12 @@ def load(
             Named variants are always strict.
         sanitize: sanitizers to build with; their runtime must be preloaded.
         plain_tiles: emulates AMX in plain C++.
+        cache_dtype: of the caches that will be used: kernels of 8-bit caches are built when they
+            are needed, which is now, or else at the first call with such a cache.
 
     Raises:
-        NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict or a
-            variant).
+        NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict, a variant
+            or in the kernels of 8-bit caches).
     """
     suffixes = [*([isa] if isa else []), *["plain_tiles"] * plain_tiles, *sanitize]
     namespace = "_".join([NAMESPACE, *suffixes])
@@ -179,26 +184,64 @@ def load(
             _OPS[namespace] = ops
     if strict and ops.why_not_native is not None:
         raise NativeUnavailable(ops.why_not_native)
+    if _is_8bit(cache_dtype) and ops.build is not None and ops.build.is_divided:
+        if not ops.build.is_prebuilt:
+            _build_8bit(ops.isa)
+        elif not path_of_8bit(ops.build.library).exists():
+            raise NativeUnavailable(
+                "expected kernels of 8-bit caches, got those of a bundle without any: start "
+                "another process"
+            )
     return ops
 
 
-def build_ahead() -> None:
-    """Starts to build the kernels in a thread, unless they are cached; `load` waits for it.
+def build_ahead(cache_dtype: torch.dtype | None = None) -> None:
+    """Starts to build the kernels in threads, unless they are cached; `load` waits for them.
 
     Returns at once, so that imports and reading a model take no time on top. Errors are those of
     `load`, which builds again.
+
+    Args:
+        cache_dtype: see `load`.
     """
     with _LOCK:
         if NAMESPACE not in _OPS and not _AHEAD:
-            _AHEAD.append(threading.Thread(target=_build_best, daemon=True))
-            _AHEAD[0].start()
+            for make in (_build_divided, *([_build_8bit] if _is_8bit(cache_dtype) else [])):
+                _AHEAD.append(threading.Thread(target=_build_best, args=(make,), daemon=True))
+                _AHEAD[-1].start()
 
 
-def _build_best() -> None:
+def _build_best(make: Callable[[str], object]) -> None:
     isa = available_isas()[0]
     with suppress(NativeUnavailable, OSError):
         if prebuilt(isa) is None:
-            build(isa, NAMESPACE)
+            make(isa)
+
+
+def _build_divided(isa: str) -> None:
+    build(isa, NAMESPACE, divided=True)
+
+
+def _build_8bit(isa: str) -> None:
+    with _LOCK_8BIT:
+        if isa not in _HAVE_8BIT:
+            build_8bit(isa, NAMESPACE)
+            _HAVE_8BIT.add(isa)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32)
+def _build_missing() -> int:
+    """Called by an op that needs kernels of 8-bit caches first; returns whether there are any."""
+    try:
+        _build_8bit(_OPS[NAMESPACE].isa)
+    except Exception as error:
+        _log.error("there are no kernels of 8-bit caches: %s", error)
+        return 0
+    return 1
+
+
+def _is_8bit(cache_dtype: torch.dtype | None) -> bool:
+    return cache_dtype is not None and cache_dtype.itemsize == 1
 
 
 def load_library(library: Path, isa: str) -> NativeOps:
@@ -221,7 +264,9 @@ def load_library(library: Path, isa: str) -> NativeOps:
                 torch.ops.load_library(str(library))
             except OSError as error:
                 raise NativeUnavailable(f"expected kernels in {library}, got {error}") from error
-            ops = NativeOps(NAMESPACE, isa, Build(library, isa, 0.0, is_prebuilt=True))
+            divided = hasattr(ctypes.CDLL(str(library)), _SET_BUILDER)
+            own = Build(library, isa, 0.0, is_prebuilt=True, is_divided=divided)
+            ops = NativeOps(NAMESPACE, isa, own)
             fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
             _LIBRARIES.append(fragment)
             _register_fakes(fragment, NAMESPACE)
@@ -236,8 +281,9 @@ def load_library(library: Path, isa: str) -> NativeOps:
 # The ops registered in this process: torch allows one per name.
 _OPS: dict[str, NativeOps] = {}
 _LIBRARIES: list[torch.library.Library] = []
-_LOCK = threading.Lock()
-_AHEAD: list[threading.Thread] = []  # at most one, which builds the kernels
+_LOCK, _LOCK_8BIT = threading.Lock(), threading.Lock()
+_AHEAD: list[threading.Thread] = []  # build the kernels
+_HAVE_8BIT: set[str] = set()  # instruction sets
 
 
 def _register(
@@ -313,8 +359,10 @@ def _load_library(isa: str, namespace: str, options: Mapping[str, Any]) -> Build
             )  # fmt: skip
         else:
             return ready
-    made = build(isa, namespace, **options)
+    made = build(isa, namespace, divided=namespace == NAMESPACE, **options)
     torch.ops.load_library(str(made.library))
+    if made.is_divided:
+        getattr(ctypes.CDLL(str(made.library)), _SET_BUILDER)(_build_missing)
     return made
 
 

@@ -14,7 +14,15 @@ from graphs.torch_internals.vectors import TRUSTED_VECTORS
 
 __all__ = ["FEATURES", "features_line", "features_of_process", "torch_features"]
 
-FEATURES = (DIRECT_CALL, HEADERS_AHEAD, NATIVE_CHECKS, REGIONS, REGION_REUSE, REPLAY, TRUSTED_VECTORS)
+FEATURES = (
+    DIRECT_CALL,
+    HEADERS_AHEAD,
+    NATIVE_CHECKS,
+    REGIONS,
+    REGION_REUSE,
+    REPLAY,
+    TRUSTED_VECTORS,
+)
 
 
 def torch_features() -> tuple[FeatureState, ...]:

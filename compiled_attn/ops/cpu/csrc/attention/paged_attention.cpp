@@ -1,4 +1,10 @@
 // Paged attention on the CPU: checks arguments, writes new tokens, selects the kernel.
+#ifdef COMPILED_ATTN_DIVIDED
+#include <dlfcn.h>
+
+#include <string>
+#endif
+
 #include "attention/attend.h"
 
 namespace compiled_attn {
@@ -34,22 +40,26 @@ int32_t check(const Args& args, int64_t error[4]) {
   return kOk;
 }
 
-bool attend(const Args& args, int threads) {
-  switch (args.cache_dtype) {
-    case kBFloat16:
-      return attend_bfloat16(args, threads);
-    case kFloat16:
-      return attend<DecodeKernel<Float32Fma<Float16>>, PrefillKernel<Float32Units<Float16>>>(
-          args, threads);
-    case kFloat32:
-      return attend<DecodeKernel<Float32Fma<float>>, PrefillKernel<Float32Units<float>>>(args,
-                                                                                         threads);
-    default:
-      return attend_quantised(args, threads);
-  }
-}
+using Attend = bool (*)(const Args& args, int threads, Write write);
 
-}  // namespace
+#ifdef COMPILED_ATTN_DIVIDED
+std::atomic<int32_t (*)()> build_8bit{nullptr};
+
+// Loads attention with an 8-bit cache from NAME-8bit.so, next to this library; null if that fails.
+Attend find_8bit() {
+  static std::atomic<Attend> found{nullptr};
+  if (found) return found;
+  if (const auto build = build_8bit.load(); build && !build()) return nullptr;
+  Dl_info own;
+  if (!dladdr(reinterpret_cast<void*>(&find_8bit), &own)) return nullptr;
+  const std::string path(own.dli_fname);
+  void* part = dlopen((path.substr(0, path.rfind('.')) + "-8bit.so").c_str(), RTLD_NOW);
+  if (part) found = reinterpret_cast<Attend>(dlsym(part, "compiled_attn_attend_8bit"));
+  return found;
+}
+#else
+Attend find_8bit() { return compiled_attn_attend_8bit; }
+#endif
 
 bool write_tokens(const Args& args, int threads) {
   constexpr int64_t kTokens = 16;  // at a time
@@ -70,7 +80,30 @@ bool write_tokens(const Args& args, int threads) {
   });
 }
 
+bool attend(const Args& args, int threads, Attend with_8bit) {
+  switch (args.cache_dtype) {
+    case kBFloat16:
+      return attend_bfloat16(args, threads, write_tokens);
+    case kFloat16:
+      return attend<DecodeKernel<Float32Fma<Float16>>, PrefillKernel<Float32Units<Float16>>>(
+          args, threads, write_tokens);
+    case kFloat32:
+      return attend<DecodeKernel<Float32Fma<float>>, PrefillKernel<Float32Units<float>>>(
+          args, threads, write_tokens);
+    default:
+      return with_8bit(args, threads, write_tokens);
+  }
+}
+
+}  // namespace
 }  // namespace compiled_attn
+
+#ifdef COMPILED_ATTN_DIVIDED
+extern "C" __attribute__((visibility("default"))) void compiled_attn_build_8bit_by(
+    int32_t (*build)()) {
+  compiled_attn::build_8bit = build;
+}
+#endif
 
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
                                                  int64_t error[4]) {
@@ -78,7 +111,10 @@ extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAtten
   const int threads = args->threads > 0 ? args->threads : omp_get_max_threads();
   if (const int32_t status = check(*args, error)) return status;
   try {
-    return attend(*args, threads) ? int32_t(kOk) : failed(error, kOutOfMemory);
+    const bool is_8bit = args->cache_dtype >= kInt8;
+    const Attend with_8bit = is_8bit ? find_8bit() : nullptr;
+    if (is_8bit && !with_8bit) return failed(error, kNoKernel);
+    return attend(*args, threads, with_8bit) ? int32_t(kOk) : failed(error, kOutOfMemory);
   } catch (const std::bad_alloc&) {
     return failed(error, kOutOfMemory);
   }
