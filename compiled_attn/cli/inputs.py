@@ -74,7 +74,7 @@ def model_of(
     if directory is None:
         return default_model(seed, kind, device)
     if device == "cpu":
-        build_ahead(KV_DTYPES.get(kv_dtype))
+        build_ahead(KV_DTYPES.get(kv_dtype, kind))
     tell_conversion(directory)
     return load_model(directory, kind, device)
 

@@ -70,7 +70,7 @@ def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
         else:
             refuse_unavailable(options)
             if options.device == "cpu":
-                build_ahead(KV_DTYPES.get(options.kv_dtype))
+                build_ahead(KV_DTYPES.get(options.kv_dtype, dtype_of(options)))
             tell_conversion(options.model)
             Tokenizer(options.model)  # fails before it listens
             usable_device(options.device)

@@ -8,7 +8,6 @@ that variants can be compared in one process.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import re
 import threading
@@ -23,22 +22,29 @@ from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops import packed_linear, quantised_linear, reference, sampling
-from compiled_attn.ops.cpu.build import Build, build, build_8bit, path_of_8bit
-from compiled_attn.ops.cpu.calibration import load_or_calibrate
+from compiled_attn.ops.cpu.build import Build, build, build_part
+from compiled_attn.ops.cpu.calibration import load_or_calibrate, load_or_calibrate_16bit
 from compiled_attn.ops.cpu.isa import available_isas, request_permission
 from compiled_attn.ops.cpu.kernel_tuning import TuningResult
+from compiled_attn.ops.cpu.parts import (
+    bits_of,
+    call_when_missing,
+    check_provided,
+    is_divided,
+    provide,
+)
 from compiled_attn.ops.cpu.prebuilt import prebuilt
 from compiled_attn.ops.cpu.replayer import NativeReplayer
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 from graphs.files import digest_of
+from graphs.torch_internals.compiling import import_inductor
 
 __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "build_ahead", "call_op", "load", "load_library"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
 
-_SET_BUILDER = "compiled_attn_build_8bit_by"
 # Argument errors of C++ begin like this (``arguments.h``).
 _ARGUMENT_ERROR = re.compile(r"paged_attention_?: expected ")
 
@@ -165,16 +171,18 @@ def load(
             Named variants are always strict.
         sanitize: sanitizers to build with; their runtime must be preloaded.
         plain_tiles: emulates AMX in plain C++.
-        cache_dtype: of the caches that will be used: kernels of 8-bit caches are built when they
-            are needed, which is now, or else at the first call with such a cache.
+        cache_dtype: of the caches that will be used. Kernels of 8-bit and 16-bit caches are built
+            when they are needed: now, or else in the first call with such a cache.
 
     Raises:
         NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict, a variant
-            or in the kernels of 8-bit caches).
+            or in the kernels of a cache).
     """
     suffixes = [*([isa] if isa else []), *["plain_tiles"] * plain_tiles, *sanitize]
     namespace = "_".join([NAMESPACE, *suffixes])
     with _LOCK:
+        if any(thread.is_alive() for thread in _AHEAD):
+            import_inductor()  # for the graphs that follow, while g++ runs
         for thread in _AHEAD:
             thread.join()
         ops = _OPS.get(namespace)
@@ -184,15 +192,14 @@ def load(
             _OPS[namespace] = ops
     if strict and ops.why_not_native is not None:
         raise NativeUnavailable(ops.why_not_native)
-    if _is_8bit(cache_dtype) and ops.build is not None and ops.build.is_divided:
-        if not ops.build.is_prebuilt:
-            _build_8bit(ops.isa)
-        elif not path_of_8bit(ops.build.library).exists():
-            raise NativeUnavailable(
-                "expected kernels of 8-bit caches, got those of a bundle without any: start "
-                "another process"
-            )
-    return ops
+    bits = bits_of(cache_dtype)
+    if bits is None or namespace != NAMESPACE or ops.build is None or not ops.build.is_divided:
+        return ops
+    if ops.build.is_prebuilt:
+        check_provided(ops.build, bits)
+    else:
+        _provide(bits)
+    return _OPS[NAMESPACE]
 
 
 def build_ahead(cache_dtype: torch.dtype | None = None) -> None:
@@ -204,44 +211,36 @@ def build_ahead(cache_dtype: torch.dtype | None = None) -> None:
     Args:
         cache_dtype: see `load`.
     """
+    bits = bits_of(cache_dtype)
     with _LOCK:
         if NAMESPACE not in _OPS and not _AHEAD:
-            for make in (_build_divided, *([_build_8bit] if _is_8bit(cache_dtype) else [])):
-                _AHEAD.append(threading.Thread(target=_build_best, args=(make,), daemon=True))
+            for part in (None, *([bits] if bits else [])):
+                _AHEAD.append(threading.Thread(target=_build_best, args=(part,), daemon=True))
                 _AHEAD[-1].start()
 
 
-def _build_best(make: Callable[[str], object]) -> None:
+def _build_best(bits: int | None) -> None:
     isa = available_isas()[0]
     with suppress(NativeUnavailable, OSError):
-        if prebuilt(isa) is None:
-            make(isa)
+        if prebuilt(isa) is not None:
+            return
+        if bits is None:
+            build(isa, NAMESPACE, divided=True)
+        else:
+            build_part(bits, isa, NAMESPACE)
 
 
-def _build_divided(isa: str) -> None:
-    build(isa, NAMESPACE, divided=True)
+def _provide(bits: int) -> None:
+    """Builds the kernels of a cache, and measures their tuning."""
+    ops = _OPS[NAMESPACE]
 
+    def tune() -> None:
+        if bits == 16 and ops.build and ops.tuning:
+            library, native = ops.build.library, getattr(torch.ops, NAMESPACE)
+            result = load_or_calibrate_16bit(library, ops.isa, native, ops.tuning)
+            _OPS[NAMESPACE] = replace(ops, tuning=result)
 
-def _build_8bit(isa: str) -> None:
-    with _LOCK_8BIT:
-        if isa not in _HAVE_8BIT:
-            build_8bit(isa, NAMESPACE)
-            _HAVE_8BIT.add(isa)
-
-
-@ctypes.CFUNCTYPE(ctypes.c_int32)
-def _build_missing() -> int:
-    """Called by an op that needs kernels of 8-bit caches first; returns whether there are any."""
-    try:
-        _build_8bit(_OPS[NAMESPACE].isa)
-    except Exception as error:
-        _log.error("there are no kernels of 8-bit caches: %s", error)
-        return 0
-    return 1
-
-
-def _is_8bit(cache_dtype: torch.dtype | None) -> bool:
-    return cache_dtype is not None and cache_dtype.itemsize == 1
+    provide(ops.isa, NAMESPACE, bits, tune)
 
 
 def load_library(library: Path, isa: str) -> NativeOps:
@@ -264,9 +263,8 @@ def load_library(library: Path, isa: str) -> NativeOps:
                 torch.ops.load_library(str(library))
             except OSError as error:
                 raise NativeUnavailable(f"expected kernels in {library}, got {error}") from error
-            divided = hasattr(ctypes.CDLL(str(library)), _SET_BUILDER)
-            own = Build(library, isa, 0.0, is_prebuilt=True, is_divided=divided)
-            ops = NativeOps(NAMESPACE, isa, own)
+            own = Build(library, isa, 0.0, is_prebuilt=True)
+            ops = NativeOps(NAMESPACE, isa, replace(own, is_divided=is_divided(own)))
             fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
             _LIBRARIES.append(fragment)
             _register_fakes(fragment, NAMESPACE)
@@ -281,9 +279,8 @@ def load_library(library: Path, isa: str) -> NativeOps:
 # The ops registered in this process: torch allows one per name.
 _OPS: dict[str, NativeOps] = {}
 _LIBRARIES: list[torch.library.Library] = []
-_LOCK, _LOCK_8BIT = threading.Lock(), threading.Lock()
+_LOCK = threading.Lock()
 _AHEAD: list[threading.Thread] = []  # build the kernels
-_HAVE_8BIT: set[str] = set()  # instruction sets
 
 
 def _register(
@@ -306,7 +303,8 @@ def _register(
             fragment.impl(name, _IN_PYTHON[name], "CPU")
     elif namespace == NAMESPACE:
         native = getattr(torch.ops, namespace)
-        ops = replace(ops, tuning=load_or_calibrate(ops.build.library, ops.isa, native))
+        library, divided = ops.build.library, ops.build.is_divided
+        ops = replace(ops, tuning=load_or_calibrate(library, ops.isa, native, divided=divided))
     if namespace == NAMESPACE and why_not() is None:
         register(fragment)
     _register_fakes(fragment, namespace)
@@ -362,7 +360,7 @@ def _load_library(isa: str, namespace: str, options: Mapping[str, Any]) -> Build
     made = build(isa, namespace, divided=namespace == NAMESPACE, **options)
     torch.ops.load_library(str(made.library))
     if made.is_divided:
-        getattr(ctypes.CDLL(str(made.library)), _SET_BUILDER)(_build_missing)
+        call_when_missing(made, _provide)
     return made
 
 

@@ -143,7 +143,7 @@ class LLM:
             self._attention = self.model.config._attn_implementation
             return
         if device is None or torch.device(device).type == "cpu":
-            build_ahead(cache_dtype)
+            build_ahead(cache_dtype or dtype)
         if is_shown:
             line = f"loading {model}"
             if will_convert(model):

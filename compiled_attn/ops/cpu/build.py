@@ -27,14 +27,14 @@ from graphs.store.lock import why_no_locks
 from graphs.torch_internals.compiling import cpp_compiler
 
 __all__ = [
-    "KERNELS", "UNITS", "Build", "Plan", "build", "build_8bit", "default_folder", "digests_of",
-    "find_compiler", "path_of_8bit",
+    "KERNELS", "PARTS", "UNITS", "Build", "Plan", "build", "build_part", "default_folder",
+    "digests_of", "find_compiler", "path_of_part",
 ]  # fmt: skip
 
-_UNIT_OF_8BIT = "attention/attend_quantised.cpp"
+PARTS = {8: "attention/attend_8bit.cpp", 16: "attention/attend_16bit.cpp"}
+"""Units for caches of so many bits, which can be libraries of their own."""
 KERNELS = (
-    _UNIT_OF_8BIT,
-    "attention/attend_bfloat16.cpp",
+    *PARTS.values(),
     "attention/paged_attention.cpp",
     "linear/packed_linear.cpp",
     "linear/quantised_linear.cpp",
@@ -51,7 +51,7 @@ _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-DCOMPILED_ATTN_DEBUG")
 _LOCK_SECONDS = 600.0
 _PIPE = subprocess.PIPE
 # CPU seconds of g++ 12 for AVX-512; AVX2 takes half.
-_ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 50, 20
+_ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 35, 10
 
 _NO_COMPILER = (
     "expected a C++ compiler to build the native kernel with, found none. Any of these helps: "
@@ -72,7 +72,7 @@ class Build:
         isa: its instruction set.
         seconds: build time; 0 if it was cached.
         is_prebuilt: whether it came with the wheel.
-        is_divided: whether kernels of 8-bit caches are in a library of their own, `build_8bit`.
+        is_divided: whether its `PARTS` are libraries of their own.
     """
 
     library: Path
@@ -129,7 +129,7 @@ def build(
         plain_tiles: emulates AMX in plain C++, bit for bit; for tests.
         compiler: None: `find_compiler`.
         sources: folder of the C++ sources.
-        divided: leaves kernels of 8-bit caches, a third of the time, to `build_8bit`.
+        divided: leaves `PARTS`, half of the time, to `build_part`.
 
     Raises:
         NativeUnavailable: no compiler, a compiler error, or a folder that is not writable or that
@@ -143,28 +143,28 @@ def build(
         return _cached(own_folder(folder), plan)
 
 
-def build_8bit(
-    isa: str, namespace: str, *, folder: Path | None = None, compiler: str | None = None
+def build_part(
+    bits: int, isa: str, namespace: str, *, folder: Path | None = None, compiler: str | None = None
 ) -> Path:
-    """Builds the kernels of 8-bit caches for a divided library, or finds them in the cache.
+    """Builds one of `PARTS` for a divided library, or finds it in the cache.
 
-    Returns their path, where the library finds them. Arguments and errors are those of `build`.
+    Returns its path, where the library finds it. Other arguments and errors are those of `build`.
     """
     plan = Plan(compiler or find_compiler(), SOURCES, isa, namespace, (), False, True)
+
+    def make(work: Path) -> Path:
+        _print(f"building the native kernel of {bits}-bit caches for {isa}, once on this machine")
+        return plan.compile(work, [PARTS[bits]])
+
     with _own_errors(folder):
-        library = path_of_8bit(own_folder(folder) / f"{plan.name()}.so")
-
-        def make(work: Path) -> Path:
-            _print(f"building the native kernel of 8-bit caches for {isa}, once on this machine")
-            return plan.compile(work, [_UNIT_OF_8BIT])
-
-        cache_library(library, make, _LOCK_SECONDS)
-    return library
+        part = path_of_part(own_folder(folder) / f"{plan.name()}.so", bits)
+        cache_library(part, make, _LOCK_SECONDS)
+    return part
 
 
-def path_of_8bit(library: Path) -> Path:
-    """Returns the path of the kernels of 8-bit caches for a divided library."""
-    return library.with_name(f"{library.stem}-8bit.so")
+def path_of_part(library: Path, bits: int) -> Path:
+    """Returns the path of one of `PARTS` for a divided library."""
+    return library.with_name(f"{library.stem}-{bits}bit.so")
 
 
 @contextmanager
@@ -192,7 +192,7 @@ class Plan:
     @property
     def units(self) -> Sequence[str]:
         """Units of the library."""
-        return [each for each in UNITS if not self.is_divided or each != _UNIT_OF_8BIT]
+        return [each for each in UNITS if not self.is_divided or each not in PARTS.values()]
 
     def name(self) -> str:
         """Returns the library's name: its instruction set and a hash of all that it depends on."""

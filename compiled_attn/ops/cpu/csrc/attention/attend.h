@@ -20,9 +20,6 @@ using Args = PagedAttentionArgs;
 // Writes new keys and values to the caches; returns false if a thread ran out of memory.
 using Write = bool (*)(const Args& args, int threads);
 
-// Attention with a bfloat16 cache, as `attend`.
-bool attend_bfloat16(const Args& args, int threads, Write write);
-
 // Runs body on each thread; returns false if one ran out of memory.
 template <class Body>
 bool on_threads(int threads, const Body& body) {
@@ -129,6 +126,8 @@ bool attend(const Args& args, int threads, Write write) {
 
 }  // namespace compiled_attn
 
-// Attention with an int8 or fp8 cache, as `attend`.
+// Attention with a cache of 8 or 16 bits, as `attend`.
 extern "C" __attribute__((visibility("default"))) bool compiled_attn_attend_8bit(
+    const compiled_attn::Args& args, int threads, compiled_attn::Write write);
+extern "C" __attribute__((visibility("default"))) bool compiled_attn_attend_16bit(
     const compiled_attn::Args& args, int threads, compiled_attn::Write write);
