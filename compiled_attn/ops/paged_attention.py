@@ -202,19 +202,19 @@ def load(
     return _OPS[NAMESPACE]
 
 
-def build_ahead(cache_dtype: torch.dtype | None = None) -> None:
+def build_ahead(*cache_dtypes: torch.dtype | None) -> None:
     """Starts to build the kernels in threads, unless they are cached; `load` waits for them.
 
     Returns at once, so that imports and reading a model take no time on top. Errors are those of
     `load`, which builds again.
 
     Args:
-        cache_dtype: see `load`.
+        cache_dtypes: see `load`.
     """
-    bits = bits_of(cache_dtype)
+    parts = {None, *map(bits_of, cache_dtypes)}
     with _LOCK:
         if NAMESPACE not in _OPS and not _AHEAD:
-            for part in (None, *([bits] if bits else [])):
+            for part in parts:
                 _AHEAD.append(threading.Thread(target=_build_best, args=(part,), daemon=True))
                 _AHEAD[-1].start()
 
