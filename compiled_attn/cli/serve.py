@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_attn.bundle import Bundle
+from compiled_attn.cache.quantisation import KV_DTYPES
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ServeOptions
@@ -74,7 +75,7 @@ def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
         else:
             refuse_unavailable(options)
             if options.device == "cpu":
-                build_ahead()
+                build_ahead(KV_DTYPES.get(options.kv_dtype, dtype_of(options)))
             tell_conversion(options.model)
             Tokenizer(options.model)  # fails before it listens
             usable_device(options.device)

@@ -113,8 +113,8 @@ class LLM:
             )
         executor = None if bundle is None else self._opened(bundle, model)
         if executor is None:
-            self._load(model, tokenizer, dtype, device, is_shown=is_shown)
             config = config or EngineConfig()
+            self._load(model, tokenizer, dtype, device, config.cache_dtype, is_shown=is_shown)
             if config.store is None:
                 config = replace(config, store=True)
             config, adapters = with_adapters(config, adapters or {})
@@ -141,6 +141,7 @@ class LLM:
         tokenizer: Any,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
+        cache_dtype: torch.dtype | None,
         *,
         is_shown: bool,
     ) -> None:
@@ -153,7 +154,7 @@ class LLM:
             self._attention = self.model.config._attn_implementation
             return
         if device is None or torch.device(device).type == "cpu":
-            build_ahead()
+            build_ahead(cache_dtype or dtype)
         if is_shown:
             line = f"loading {model}"
             if will_convert(model):

@@ -18,6 +18,7 @@ enum Status : int32_t {
   kBadBlock,  // a block is outside the cache: {request, column, block}
   kBadSlot,  // a slot is outside the cache: {token, slot}
   kOutOfMemory,  // cannot allocate scratch memory: {}
+  kNoKernel,  // the part of the library for caches of so many bits cannot be loaded: {bits}
 };
 
 // How dot products of bfloat16 (or of float32 with bfloat16 weights) are computed. An instruction
@@ -201,6 +202,10 @@ extern "C" void compiled_attn_call(const int64_t* words);
 
 // Sets the tuning for all later calls.
 extern "C" void compiled_attn_set_tuning(const compiled_attn::KernelTuning* tuning);
+
+// Of a library without kernels for 8-bit and 16-bit caches: sets what builds them when a call needs
+// them first, and returns 0 if it cannot.
+extern "C" void compiled_attn_build_parts_by(int32_t (*build)(int32_t bits));
 
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
                                                  int64_t error[4]);
