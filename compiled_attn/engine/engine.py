@@ -103,7 +103,7 @@ class Engine:
         self.warmup_report: WarmupReport | None = None
         self.grammars, self._has_stop = grammars, has_stop
         self._requests, self._dropped = dict[int, RequestState](), set[int]()
-        self.adapters = NamedAdapters(executor.adapters, self._requests)
+        self.adapters = NamedAdapters(getattr(executor, "adapters", None), self._requests)
         self._events, self._ids = deque[TokenEvent](), itertools.count()
         self._transactions = Transactions(self._rollback)
         self._result: StepResult | None = None  # while it is committed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,6 @@ from compiled_attn.engine.sizing import Sizing
 from compiled_attn.step import RequestTable
 from compiled_attn.step.layout import Plan
 from graphs import Bucket, BucketEvent, WarmupReport
-
-if TYPE_CHECKING:
-    from compiled_attn.models.adapters import AdapterPool
 
 __all__ = ["COPIES", "Executor", "ExecutorReport", "PlannedStep"]
 
@@ -64,7 +61,10 @@ class ExecutorReport:
 
 
 class Executor(Protocol):
-    """Computes the steps of one engine."""
+    """Computes the steps of one engine.
+
+    One that has LoRA adapters also has an attribute ``adapters``, their `AdapterPool`.
+    """
 
     @property
     def config(self) -> EngineConfig:
@@ -89,10 +89,6 @@ class Executor(Protocol):
     @property
     def eos(self) -> frozenset[int]:
         """End-of-sequence tokens of the model."""
-
-    @property
-    def adapters(self) -> AdapterPool | None:
-        """Memory of the LoRA adapters; None: there are none."""
 
     @property
     def copies(self) -> BlockSwap:

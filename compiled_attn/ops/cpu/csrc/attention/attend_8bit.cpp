@@ -17,9 +17,11 @@ bool attend_fp8(const Args& args, int threads, Write write) {
 bool attend_int8(const Args& args, int threads, Write write) {
   using Prefill = PrefillKernel<Float32Units<int8_t>>;
 #if CA_HAS_INT8_VNNI
-  if (args.query_dtype == kBFloat16) return attend<DecodeKernel<Int8Vnni>, Prefill>(args, threads, write);
+  if (args.query_dtype == kBFloat16)
+    return attend<DecodeKernel<Int8Vnni>, Prefill>(args, threads, write);
 #elif CA_HAS_INT8_MADD
-  if (args.query_dtype == kBFloat16) return attend<DecodeKernel<Int8Madd>, Prefill>(args, threads, write);
+  if (args.query_dtype == kBFloat16)
+    return attend<DecodeKernel<Int8Madd>, Prefill>(args, threads, write);
 #endif
   return attend<DecodeKernel<Float32Fma<int8_t>>, Prefill>(args, threads, write);
 }
