@@ -16,6 +16,7 @@ from compiled_attn.errors import NativeUnavailable
 from compiled_attn.models.packed import packable, packed_weights, quantised_formats, widened_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, NativeOps, load
 from compiled_attn.ops.packed_linear import BITS_OF, Packing, as_packed, as_rounded
+from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.ops.tuning import tuning
 from compiled_attn.step import PartsLayout, TableLayout
 
@@ -84,10 +85,12 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
 
 def _loaded(cache_dtype: torch.dtype) -> tuple[NativeOps, str | None]:
     """The ops, with the kernels of a cache before a request needs them, or why there are none."""
+    build_ahead(cache_dtype)  # both at once
+    ops = load()
     try:
-        return load(cache_dtype=cache_dtype), None
+        return (ops if ops.build is None else load(cache_dtype=cache_dtype)), None
     except NativeUnavailable as error:
-        return load(), str(error)
+        return ops, str(error)
 
 
 def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:

