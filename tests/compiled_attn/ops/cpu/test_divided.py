@@ -81,7 +81,7 @@ def test_an_engine_builds_them_before_its_warmup(monkeypatch):
     assert chosen_kernel(model, EngineConfig()).name == "native"
     with pytest.raises(ConfigError, match="cannot be built here: no compiler"):
         chosen_kernel(model, EngineConfig(kv_dtype="int8"))
-    assert [each.get("cache_dtype") for each in seen] == [torch.bfloat16, torch.int8, None]
+    assert [each.get("cache_dtype") for each in seen] == [None, torch.bfloat16, None, torch.int8]
 
 
 @pytest.mark.parametrize(
