@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -28,10 +26,10 @@ def test_the_probes_end_before_the_compile_and_the_headers_are_those_of_kernels(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path / "headers"))
     monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", str(tmp_path / "headers/locks"))
-    threads, compiled = [], codecache._precompile_header
+    requested, compiled = [], codecache._precompile_header
 
     def precompile(*args, **kwargs):
-        threads.append(threading.current_thread().name)
+        requested.append(repr((args, kwargs)))
         return compiled(*args, **kwargs)
 
     monkeypatch.setattr(codecache, "_precompile_header", precompile)
@@ -40,8 +38,8 @@ def test_the_probes_end_before_the_compile_and_the_headers_are_those_of_kernels(
     (started,) = headers._started
     assert started.probed.is_set()
     started.thread.join()
-    assert threads  # whoever comes first; the other waits
-    assert len([*(tmp_path / "headers").glob("*.h")]) == 1
+    # Whoever comes first compiles them. None, if an earlier test of this process has.
+    assert len({*requested}) == 1 and len([*(tmp_path / "headers").glob("*.h")]) <= 1
 
 
 def test_they_are_compiled_once_in_a_process(backend, monkeypatch):
