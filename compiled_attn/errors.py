@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 __all__ = [
+    "AdapterError",
     "ConfigError",
     "DemandFileError",
     "DuplicateRequest",
@@ -26,6 +27,10 @@ __all__ = [
     "TraceError",
     "UnknownRequest",
 ]
+
+
+class AdapterError(ValueError):
+    """A LoRA adapter cannot be served, or does not fit the model."""
 
 
 class ConfigError(ValueError):

@@ -21,6 +21,8 @@ from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.sizing import work_of
 from compiled_attn.errors import ConfigError
+from compiled_attn.ops.cpu.build import path_of_part
+from compiled_attn.ops.cpu.parts import bits_of
 from compiled_attn.ops.paged_attention import load
 from compiled_attn.step import TableLayout
 from compiled_attn.text.plain_tokenizer import PlainTokenizer
@@ -146,6 +148,10 @@ def _write_graphs(executor: LocalExecutor, replays: Replays, folder: Path) -> li
         named.setdefault(library.resolve(), f"library_{len(named)}.so")
     for library, name in named.items():
         shutil.copyfile(library, folder / name)
+    bits = bits_of(executor.cache.dtype)
+    if ops.is_divided and bits is not None:
+        own_name = folder / named[ops.library.resolve()]
+        shutil.copyfile(path_of_part(ops.library, bits), path_of_part(own_name, bits))
     order = [named[each.resolve()] for each in needed]
     weights = own.write(folder / WEIGHTS)
     sources = {"shapes": shapes, "inputs": inputs, "weights": weights, "libraries": order}

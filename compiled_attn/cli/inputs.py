@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compiled_attn.cache.quantisation import KV_DTYPES
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.options import ModelOptions, SamplingOptions, ServingOptions
 from compiled_attn.engine import Grammar, SamplingParams
@@ -62,14 +63,18 @@ def dtype_of(options: ModelOptions) -> torch.dtype:
 
 
 def model_of(
-    directory: Path | None, dtype: str, seed: int = 0, device: str = "cpu"
+    directory: Path | None,
+    dtype: str,
+    seed: int = 0,
+    device: str = "cpu",
+    kv_dtype: str = "auto",
 ) -> PreTrainedModel:
     """Loads the model of a directory, or makes the default model of a seed."""
     kind = _DTYPES[dtype]
     if directory is None:
         return default_model(seed, kind, device)
     if device == "cpu":
-        build_ahead()
+        build_ahead(KV_DTYPES.get(kv_dtype, kind))
     tell_conversion(directory)
     return load_model(directory, kind, device)
 

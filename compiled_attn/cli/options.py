@@ -209,6 +209,14 @@ class ServeOptions(EngineOptions):
     sanitize: bool = setting("sanitize")
     learn_buckets: Path | None = setting("learn_buckets")
     speculate: str | None = _SPECULATE
+    adapter: list[str] | None = option(
+        None, "LoRA adapter as peft saves it, for requests to NAME; repeatable.", metavar="NAME=DIR"
+    )
+    max_adapters: int = setting("max_adapters")
+    max_adapter_rank: int = setting("max_adapter_rank")
+    allow_adapter_loading: bool = option(
+        False, "Serve /v1/load_lora_adapter and unload_lora_adapter.", "--allow-adapter-loading"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,9 @@ def run_job(options: RunOptions, waiting: str) -> int:
                     "torchrun --nproc-per-node N -m compiled_attn run"
                 )
             with bad_input():
-                model = model_of(options.model, options.dtype, options.seed, options.device)
+                model = model_of(
+                    options.model, options.dtype, options.seed, options.device, options.kv_dtype
+                )
             store = stored_backend(options.backend, options.store)
             with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
                 return _run(options, model, texts, backend, waiting, ranks)
@@ -140,7 +142,9 @@ def _run(
         if isinstance(engine, RankEngine):
             engine.dismiss()
             if options.check:  # with all of it, as what is served is a share
-                model = model_of(options.model, options.dtype, options.seed, options.device)
+                model = model_of(
+                    options.model, options.dtype, options.seed, options.device, options.kv_dtype
+                )
         checked = _check(options, model, engine.config, finished, screen)
         if options.check and options.weights in BITS_OF:
             own = model_of(options.model, options.dtype, options.seed)

@@ -8,7 +8,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_attn.bundle import Bundle
+from compiled_attn.cache.quantisation import KV_DTYPES
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ServeOptions
@@ -23,6 +24,7 @@ from compiled_attn.cli.replicas import serve_replicas, serving_backend, serving_
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.config import byte_size
 from compiled_attn.models import usable_device
+from compiled_attn.models.adapters import Adapter, read_adapter
 from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.text import LLM, Tokenizer
 from graphs import BucketEvent, progress_for
@@ -56,6 +58,10 @@ def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
         raise UserError("--access-log is for one process: leave it or --replicas out")
     if options.bundle is not None and options.replicas is not None:
         raise UserError("--bundle is for one process: leave it or --replicas out")
+    if options.adapter and (options.replicas is not None or options.bundle is not None):
+        raise UserError("--adapter is for one process without a bundle: leave one of them out")
+    if options.allow_adapter_loading and not (options.max_adapters or options.adapter):
+        raise UserError("--allow-adapter-loading needs --max-adapters: give both, or none")
     if options.or_compile and options.bundle is None:
         raise UserError("--or-compile is for --bundle: give both, or none")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -69,13 +75,14 @@ def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
         else:
             refuse_unavailable(options)
             if options.device == "cpu":
-                build_ahead()
+                build_ahead(KV_DTYPES.get(options.kv_dtype, dtype_of(options)))
             tell_conversion(options.model)
             Tokenizer(options.model)  # fails before it listens
             usable_device(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         config = serving_config(options, backend) if compiles else None
+        adapters = _adapters_of(options, name)
         listening = listen(options.host, options.port)
         host, port = listening.getsockname()[:2]
 
@@ -85,7 +92,9 @@ def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
             _say(f"{name} at {scheme}://{host}:{port}/v1")
 
         if options.replicas is None:
-            model = ServedModel(name, partial(_load, options, config, bundle or options.bundle))
+            model = ServedModel(
+                name, partial(_load, options, config, bundle or options.bundle, adapters)
+            )
             _run_to_the_end(model, listening, when_up, http)
         else:
             serve_replicas(options, listening, when_up, _say, http)
@@ -114,9 +123,23 @@ def _http_settings(options: ServeOptions) -> ServerSettings:
         api_key=key,
         cors_origins=tuple(options.cors_origin or ()),
         access_log=options.access_log,
+        adapter_loading=options.allow_adapter_loading,
         ssl_certfile=certificate,
         ssl_keyfile=key_file,
     )
+
+
+def _adapters_of(options: ServeOptions, served: str) -> dict[str, Adapter] | None:
+    """Reads the adapters, before the server listens; None: there are none."""
+    found: dict[str, Adapter] = {}
+    for given in options.adapter or ():
+        name, _, folder = given.partition("=")
+        if not name or not folder:
+            raise UserError(f"expected --adapter NAME=DIR, got {given!r}: name a folder")
+        if name == served or name in found:
+            raise UserError(f"expected another name in --adapter {given!r}: {name!r} is in use")
+        found[name] = read_adapter(folder)
+    return found or None
 
 
 def _run_to_the_end(
@@ -149,6 +172,7 @@ def _load(
     options: ServeOptions,
     config: EngineConfig | None,
     bundle: Path | Bundle | None,
+    adapters: Mapping[str, Adapter] | None,
     progress: Callable[[BucketEvent], None],
 ) -> LLM:
     shown: Any = progress_for(sys.stderr)
@@ -161,7 +185,7 @@ def _load(
     if config is not None:
         own = {"model": options.model, "config": config, "dtype": dtype_of(options)}
         own["device"] = options.device
-    llm = LLM(**own, bundle=bundle, progress=on_bucket)
+    llm = LLM(**own, bundle=bundle, adapters=adapters, progress=on_bucket)
     _say("ready")
     return llm
 

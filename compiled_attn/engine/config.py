@@ -136,6 +136,15 @@ class EngineConfig:
         "A token's logits and log-probabilities have the same bits in any step, those of "
         "compiled_attn.score; on the CPU only, and slower.",
     )
+    max_adapters: int = setting(
+        0, "LoRA adapters at most, which may be added and removed while serving.", least=0
+    )
+    max_adapter_rank: int = setting(16, "Largest rank of an adapter.", least=1)
+    adapter_targets: tuple[str, ...] = setting(
+        (),
+        "Last parts of the names of the layers that adapters may change, such as q_proj,v_proj; by "
+        "default all linear layers of the decoder. Each costs a little in every step.",
+    )
     async_scheduling: bool = setting(
         True,
         "On a device that is not the CPU, plan and launch a step before the tokens of the previous "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.adapters import NamedAdapters
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
@@ -61,6 +62,7 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
+        adapters: adds and removes LoRA adapters.
         sentinel: counts compiles since the warmup.
         warmup_report: report of the last warmup; None before it.
         restarts: how often a step or an abort was rolled back.
@@ -100,10 +102,9 @@ class Engine:
         self._steps = StepRunner(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None
         self.grammars, self._has_stop = grammars, has_stop
-        self._requests: dict[int, RequestState] = {}
-        self._dropped: set[int] = set()
-        self._ids = itertools.count()
-        self._events = deque[TokenEvent]()
+        self._requests, self._dropped = dict[int, RequestState](), set[int]()
+        self.adapters = NamedAdapters(getattr(executor, "adapters", None), self._requests)
+        self._events, self._ids = deque[TokenEvent](), itertools.count()
         self._transactions = Transactions(self._rollback)
         self._result: StepResult | None = None  # while it is committed
         self.is_streaming = False
@@ -290,6 +291,7 @@ class Engine:
         """Raises ConfigError if a request can never be served; compiles its grammar."""
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         check_fits(self.sizing, prompt, sampling)
+        self.adapters.of(sampling.adapter)
         self._constraint(sampling, len(prompt))
 
     def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
@@ -318,12 +320,13 @@ class Engine:
         self.check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
         index, choice = (request_id, 0) if name is None else name
+        adapter = self.adapters.of(sampling.adapter)
         sequence = RequestState(
             request_id, prompt, len(prompt), sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=self.end_tokens(sampling), salt=salt, index=index, events=events,
-            has_stop=self._has_stop, constraint=self._constraint(sampling, len(prompt)),
-            choice=choice,
+            stop_tokens=self.end_tokens(sampling), salt=adapter.salt(salt), index=index,
+            events=events, has_stop=self._has_stop, choice=choice, adapter=adapter.slot,
+            constraint=self._constraint(sampling, len(prompt)),
         )  # fmt: skip
         with delayed_interrupt(undo=lambda: self.drop({request_id})):  # its id was not returned
             self._requests[request_id] = sequence

@@ -61,7 +61,10 @@ class ExecutorReport:
 
 
 class Executor(Protocol):
-    """Computes the steps of one engine."""
+    """Computes the steps of one engine.
+
+    One that has LoRA adapters also has an attribute ``adapters``, their `AdapterPool`.
+    """
 
     @property
     def config(self) -> EngineConfig:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import LAYOUTS, LayoutType
+from compiled_attn.errors import NativeUnavailable
 from compiled_attn.models.packed import packable, packed_weights, quantised_formats, widened_weights
-from compiled_attn.ops import AttentionTraits, NativeKernel, load
+from compiled_attn.ops import AttentionTraits, NativeKernel, NativeOps, load
 from compiled_attn.ops.packed_linear import BITS_OF, Packing, as_packed, as_rounded
+from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.ops.tuning import tuning
 from compiled_attn.step import PartsLayout, TableLayout
 
@@ -60,13 +63,13 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
     if lacks is None and device != "cpu":  # the dispatcher has it
         return ChosenKernel("native", {"native": f"the op's kernel for {device}"})
     if lacks is None:
-        ops = load()
-        if ops.build is not None:
+        ops, lacks = _loaded(config.cache_dtype or model.dtype)
+        if ops.build is not None and lacks is None:
             notes = {"native": str(ops.build)}
             if ops.tuning is not None:
                 notes["tuning"] = str(ops.tuning.tuning)
             return ChosenKernel("native", notes)
-        lacks = ops.why_not_native or "not built"
+        lacks = lacks or ops.why_not_native or "not built"
         if config.strict:
             raise ConfigError(
                 f"the native kernel cannot be built here: {lacks}; or choose kernel 'portable' "
@@ -78,6 +81,16 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
         )
     _log.info("the engine uses portable attention, not the native kernel: %s", lacks)
     return ChosenKernel("portable", {"native": lacks}, is_fallback)
+
+
+def _loaded(cache_dtype: torch.dtype) -> tuple[NativeOps, str | None]:
+    """The ops, with the kernels of a cache before a request needs them, or why there are none."""
+    build_ahead(cache_dtype)  # both at once
+    ops = load()
+    try:
+        return (ops if ops.build is None else load(cache_dtype=cache_dtype)), None
+    except NativeUnavailable as error:
+        return ops, str(error)
 
 
 def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:

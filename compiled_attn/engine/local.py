@@ -16,6 +16,7 @@ from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.huge_pages import touched_later
 from compiled_attn.cache.slot_shadow import SlotShadow
 from compiled_attn.engine import same_bits
+from compiled_attn.engine.adapters import adapter_pool
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
@@ -50,6 +51,7 @@ from graphs.torch_internals.replay.replay import Replays
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from compiled_attn.models.adapters import AdapterPool
     from compiled_attn.models.hf import PagedCausalLM
 
 __all__ = ["HostSteps", "LocalExecutor", "executor_for"]
@@ -76,6 +78,7 @@ class LocalExecutor:
     """
 
     schedules_ahead = False
+    adapters: AdapterPool | None = None
     _replays: Replays | None = None
     _onednn: Collection[tuple[int, int]] = ()
     _plan_notes: Mapping[str, str] = {}
@@ -108,13 +111,16 @@ class LocalExecutor:
                 model, blocks, size, dtype=dtype, near_blocks=near, latents=not config.same_bits
             )
             packed = packs(model, config, self.kernel)
-            self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
+            self.adapters = adapter_pool(model, config, sizing.buckets)
+            self.module = PagedCausalLM(model, self.cache, sizing.layout, packed, self.adapters)
             options = self._backend_options(model)
         spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step needs it
         on_cpu = model.device.type == "cpu"
         steps: HostSteps | DeviceSteps = (
-            HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
+            HostSteps(self.module, self.adapters)
+            if on_cpu
+            else DeviceSteps(self.module, sizing.buckets, spec)
         )
         symbolic = () if backend.why_no_symbolic() else sizing.layout.symbolic
         self._make_graphs(steps, spec, timed_runs, symbolic)
@@ -263,6 +269,8 @@ class LocalExecutor:
         for other in self.others:
             other.close()
         self.copies.close()
+        if self.adapters is not None:
+            self.adapters.remove()
         self._store.close()
 
     def check_unchanged(self) -> None:
@@ -377,12 +385,15 @@ class HostSteps:
     options: Mapping[str, Any] = {}
     others: Sequence[WarmupManager] = ()
 
-    def __init__(self, model: PagedCausalLM) -> None:
+    def __init__(self, model: PagedCausalLM, adapters: AdapterPool | None = None) -> None:
         self.module: nn.Module = model
+        self._adapters = adapters
         self.padding = model.layout.padding
 
     def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
         """See `DeviceSteps.launch`."""
+        if self._adapters is not None:
+            self._adapters.use([each.adapter for each in step.parts.sequences], step.parts.counts)
         logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
         return sampled(logits, step.parts, step.plan.rows.logits)
 

@@ -104,6 +104,7 @@ class RequestState:
         events: the queue that its events go to, under its ``index`` and ``choice``.
         drafting: what the drafter remembers of it.
         accepted: generated tokens that were drafted.
+        adapter: slot of its adapter, 0: none.
     """
 
     request_id: int
@@ -129,6 +130,7 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     drafting: DraftState | None = None
     accepted: int = 0
+    adapter: int = 0
     is_plain: bool = field(init=False)
     rules: LogitRules | None = field(init=False)
 

@@ -64,6 +64,8 @@ class SamplingParams:
         grammar: constrains the text to a JSON schema, a regular expression or rules; needs an
             engine with a tokenizer. The request ends, without a token for it, where the text can
             only end.
+        adapter: name of the LoRA adapter that computes the request, see `Engine.add_adapter`; None:
+            the model as it is.
         n: continuations of the prompt, for `Engine.generate` and `Engine.stream`: the first has
             ``seed``, the next ``seed + 1``, and so on.
 
@@ -89,6 +91,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
+    adapter: str | None = None
     max_tokens: InitVar[int | None] = field(default=None, kw_only=True)
 
     def __post_init__(self, max_tokens: int | None) -> None:
@@ -128,6 +131,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._check(name, _integer, lambda n: n >= 0, "None or an integer >= 0")
         self._check("n", _integer, lambda n: n >= 1, "an integer >= 1")
+        if self.adapter is not None:
+            self._check("adapter", _name, lambda _: True, "None or the name of an adapter")
         if self.grammar is not None:
             self._check(
                 "grammar", lambda g: g, lambda g: isinstance(g, Grammar), "None or a Grammar"
@@ -202,6 +207,10 @@ def _texts(values: object) -> tuple[str, ...] | None:
     if not isinstance(texts, (tuple, list)):
         return None
     return tuple(texts) if all(isinstance(each, str) and each for each in texts) else None
+
+
+def _name(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...] | None:

@@ -21,16 +21,24 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops import packed_linear, quantised_linear, reference, sampling
-from compiled_attn.ops.cpu.build import Build, build
-from compiled_attn.ops.cpu.calibration import load_or_calibrate
+from compiled_attn.ops import lora, packed_linear, quantised_linear, reference, sampling
+from compiled_attn.ops.cpu.build import Build, build, build_part
+from compiled_attn.ops.cpu.calibration import load_or_calibrate, load_or_calibrate_16bit
 from compiled_attn.ops.cpu.isa import available_isas, request_permission
 from compiled_attn.ops.cpu.kernel_tuning import TuningResult
+from compiled_attn.ops.cpu.parts import (
+    bits_of,
+    call_when_missing,
+    check_provided,
+    is_divided,
+    provide,
+)
 from compiled_attn.ops.cpu.prebuilt import prebuilt
 from compiled_attn.ops.cpu.replayer import NativeReplayer
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 from graphs.files import digest_of
+from graphs.torch_internals.compiling import import_inductor
 
 __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "build_ahead", "call_op", "load", "load_library"]
 
@@ -122,6 +130,11 @@ class NativeOps:
         result: Tensor = self._ops.quantised_rows(*args)
         return result
 
+    def add_lora(self, *args: Tensor) -> Tensor:
+        """See `lora.reference`."""
+        result: Tensor = self._ops.add_lora(*args)
+        return result
+
     def sample_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
         """See `sampling.reference`; native results may be `sampling.UNDECIDED`."""
         result: Tensor = self._ops.sample_tokens(logits, *settings)
@@ -150,6 +163,7 @@ def load(
     strict: bool = False,
     sanitize: Sequence[str] = (),
     plain_tiles: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> NativeOps:
     """Builds the kernels if they are not cached, loads them, and registers the ops.
 
@@ -162,14 +176,18 @@ def load(
             Named variants are always strict.
         sanitize: sanitizers to build with; their runtime must be preloaded.
         plain_tiles: emulates AMX in plain C++.
+        cache_dtype: of the caches that will be used. Kernels of 8-bit and 16-bit caches are built
+            when they are needed: now, or else in the first call with such a cache.
 
     Raises:
-        NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict or a
-            variant).
+        NativeUnavailable: no compiler, a compiler error, or an unsafe folder (if strict, a variant
+            or in the kernels of a cache).
     """
     suffixes = [*([isa] if isa else []), *["plain_tiles"] * plain_tiles, *sanitize]
     namespace = "_".join([NAMESPACE, *suffixes])
     with _LOCK:
+        if any(thread.is_alive() for thread in _AHEAD):
+            import_inductor()  # for the graphs that follow, while g++ runs
         for thread in _AHEAD:
             thread.join()
         ops = _OPS.get(namespace)
@@ -179,26 +197,55 @@ def load(
             _OPS[namespace] = ops
     if strict and ops.why_not_native is not None:
         raise NativeUnavailable(ops.why_not_native)
-    return ops
+    bits = bits_of(cache_dtype)
+    if bits is None or namespace != NAMESPACE or ops.build is None or not ops.build.is_divided:
+        return ops
+    if ops.build.is_prebuilt:
+        check_provided(ops.build, bits)
+    else:
+        _provide(bits)
+    return _OPS[NAMESPACE]
 
 
-def build_ahead() -> None:
-    """Starts to build the kernels in a thread, unless they are cached; `load` waits for it.
+def build_ahead(*cache_dtypes: torch.dtype | None) -> None:
+    """Starts to build the kernels in threads, unless they are cached; `load` waits for them.
 
     Returns at once, so that imports and reading a model take no time on top. Errors are those of
     `load`, which builds again.
+
+    Args:
+        cache_dtypes: see `load`.
     """
+    parts = {None, *map(bits_of, cache_dtypes)}
     with _LOCK:
         if NAMESPACE not in _OPS and not _AHEAD:
-            _AHEAD.append(threading.Thread(target=_build_best, daemon=True))
-            _AHEAD[0].start()
+            for part in parts:
+                _AHEAD.append(threading.Thread(target=_build_best, args=(part,), daemon=True))
+                _AHEAD[-1].start()
 
 
-def _build_best() -> None:
+def _build_best(bits: int | None) -> None:
     isa = available_isas()[0]
     with suppress(NativeUnavailable, OSError):
-        if prebuilt(isa) is None:
-            build(isa, NAMESPACE)
+        if prebuilt(isa) is not None:
+            return
+        if bits is None:
+            build(isa, NAMESPACE, divided=True)
+        else:
+            build_part(bits, isa, NAMESPACE)
+
+
+def _provide(bits: int) -> None:
+    """Builds the kernels of a cache, and measures their tuning."""
+    ops = _OPS[NAMESPACE]
+
+    def tune() -> None:
+        if bits == 16 and ops.build and ops.tuning:
+            library, native = ops.build.library, getattr(torch.ops, NAMESPACE)
+            result = load_or_calibrate_16bit(library, ops.isa, native, ops.tuning)
+            _OPS[NAMESPACE] = replace(ops, tuning=result)
+
+    provide(ops.isa, NAMESPACE, bits, tune)
 
 
 def load_library(library: Path, isa: str) -> NativeOps:
@@ -221,7 +268,8 @@ def load_library(library: Path, isa: str) -> NativeOps:
                 torch.ops.load_library(str(library))
             except OSError as error:
                 raise NativeUnavailable(f"expected kernels in {library}, got {error}") from error
-            ops = NativeOps(NAMESPACE, isa, Build(library, isa, 0.0, is_prebuilt=True))
+            own = Build(library, isa, 0.0, is_prebuilt=True)
+            ops = NativeOps(NAMESPACE, isa, replace(own, is_divided=is_divided(own)))
             fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
             _LIBRARIES.append(fragment)
             _register_fakes(fragment, NAMESPACE)
@@ -237,7 +285,7 @@ def load_library(library: Path, isa: str) -> NativeOps:
 _OPS: dict[str, NativeOps] = {}
 _LIBRARIES: list[torch.library.Library] = []
 _LOCK = threading.Lock()
-_AHEAD: list[threading.Thread] = []  # at most one, which builds the kernels
+_AHEAD: list[threading.Thread] = []  # build the kernels
 
 
 def _register(
@@ -260,7 +308,8 @@ def _register(
             fragment.impl(name, _IN_PYTHON[name], "CPU")
     elif namespace == NAMESPACE:
         native = getattr(torch.ops, namespace)
-        ops = replace(ops, tuning=load_or_calibrate(ops.build.library, ops.isa, native))
+        library, divided = ops.build.library, ops.build.is_divided
+        ops = replace(ops, tuning=load_or_calibrate(library, ops.isa, native, divided=divided))
     if namespace == NAMESPACE and why_not() is None:
         register(fragment)
     _register_fakes(fragment, namespace)
@@ -313,8 +362,10 @@ def _load_library(isa: str, namespace: str, options: Mapping[str, Any]) -> Build
             )  # fmt: skip
         else:
             return ready
-    made = build(isa, namespace, **options)
+    made = build(isa, namespace, divided=namespace == NAMESPACE, **options)
     torch.ops.load_library(str(made.library))
+    if made.is_divided:
+        call_when_missing(made, _provide)
     return made
 
 
@@ -331,20 +382,19 @@ def _fake_write(query: Tensor, key: Tensor, value: Tensor, *caches: Any, **_: An
 _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention": reference.paged_attention,
     "paged_attention_": reference.paged_attention_,
-    "packed_linear": packed_linear.reference,
-    "packed_linears": packed_linear.reference_all,
-    "packed_swiglu": packed_linear.reference_swiglu,
-    "packed_rows": packed_linear.rows,
+    "packed_linear": packed_linear.reference, "packed_linears": packed_linear.reference_all,
+    "packed_swiglu": packed_linear.reference_swiglu, "packed_rows": packed_linear.rows,
     "quantised_linear": quantised_linear.reference,
     "quantised_linears": quantised_linear.reference_all,
     "quantised_swiglu": quantised_linear.reference_swiglu,
     "quantised_rows": quantised_linear.reference_rows,
-    "sample_tokens": sampling.reference,
-}
+    "add_lora": lora.reference, "sample_tokens": sampling.reference,
+}  # fmt: skip
 _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake, "paged_attention_": _fake_write, "packed_linear": packed_linear.fake,
     "packed_linears": packed_linear.fake_all, "packed_swiglu": packed_linear.fake_swiglu,
     "packed_rows": packed_linear.fake_rows, "sample_tokens": sampling.fake,
     "quantised_linear": quantised_linear.fake, "quantised_linears": quantised_linear.fake_all,
     "quantised_swiglu": quantised_linear.fake_swiglu, "quantised_rows": quantised_linear.fake_rows,
+    "add_lora": lora.fake,
 }  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.executor import ExecutorReport, PlannedStep
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import RowResult
@@ -38,6 +38,11 @@ class RankExecutor(LocalExecutor):
 
     def __init__(self, ranks: Ranks, model: PreTrainedModel, config: EngineConfig) -> None:
         self.ranks = ranks
+        if config.max_adapters:
+            raise ConfigError(
+                f"expected max_adapters 0 on several ranks, got {config.max_adapters}: merge the "
+                "adapter into the model"
+            )
         backend = RankZeroFirst(resolve(config.backend, "step"), ranks)
         config = replace(config, backend=backend)
         # With times measured per rank the ranks would stop their timed runs at different counts.

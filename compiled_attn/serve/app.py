@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
 from compiled_attn import __version__
+from compiled_attn.serve.adapters import add_adapter_routes
 from compiled_attn.serve.chat import ChatEndpoint, CompletionEndpoint
 from compiled_attn.serve.context import RequestContext, TrackRequests
 from compiled_attn.serve.endpoint import Endpoint
@@ -46,7 +47,10 @@ def create_app(
         if own_settings.access_log:
             print(_log_line(context), flush=True)
 
-    app = with_limits(_routes(model, own_metrics), own_settings)
+    routes = _routes(model, own_metrics)
+    if own_settings.adapter_loading:
+        add_adapter_routes(routes, model)
+    app = with_limits(routes, own_settings)
     return with_cors(TrackRequests(app, model, on_end), own_settings)
 
 
@@ -66,17 +70,20 @@ def _routes(model: ServedModel, metrics: Metrics) -> FastAPI:
     }
     for path, endpoint in endpoints.items():
         app.add_route(path, endpoint.handle, methods=["POST"])  # FastAPI has nothing to parse
-    described = {"id": model.name, "object": "model", "created": 0, "owned_by": "compiled-attn"}
+
+    def described(name: str) -> dict[str, Any]:
+        parent = {} if name == model.name else {"parent": model.name}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "compiled-attn", **parent}
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [described]})
+        return JSONResponse({"object": "list", "data": [described(each) for each in model.names]})
 
     @app.get("/v1/models/{name:path}")
     async def describe_model(name: str) -> JSONResponse:
-        if name != model.name:
+        if name not in model.names:
             raise RequestError(f"expected the model {model.name!r}, got {quoted(name)}", 404)
-        return JSONResponse(described)
+        return JSONResponse(described(name))
 
     @app.get("/health")
     async def health() -> JSONResponse:  # in the event loop: it waits for no thread

@@ -99,7 +99,7 @@ class _ChoicesEndpoint(Endpoint[ChoicesT]):
     async def _stream(
         self, request: ChoicesT, handles: Sequence[RequestHandle], context: RequestContext
     ) -> AsyncGenerator[str]:
-        head = self._head(context, self._objects[1])
+        head = self._head(request, context, self._objects[1])
         try:
             streams = [
                 self._stream_answer(request, handle, self._writer(head, index, self._tokenizer))
@@ -120,18 +120,18 @@ class _ChoicesEndpoint(Endpoint[ChoicesT]):
     ) -> str:
         name = context.response_id
         whole = self._kind.model_construct(
-            **self._head(context, self._objects[0]),
+            **self._head(request, context, self._objects[0]),
             choices=[self._whole(request, each, at, name) for at, each in enumerate(results)],
             usage=usage_of(results, request.n),
         )
         return whole.model_dump_json(exclude_none=True, warnings=False)
 
-    def _head(self, context: RequestContext, kind: str) -> dict[str, Any]:
+    def _head(self, request: ChoicesT, context: RequestContext, kind: str) -> dict[str, Any]:
         return {
             "id": context.response_id,
             "object": kind,
             "created": int(time.time()),
-            "model": self._model.name,
+            "model": self._name_of(request),
         }
 
     def _scored(self, result: GenerationResult, *, echo: bool = False) -> list[ScoredToken]:

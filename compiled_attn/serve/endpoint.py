@@ -113,7 +113,7 @@ class Endpoint(ABC, Generic[RequestT]):
                 f"tokens, got {count}: shorten it"
             )
         request: RequestT = self.request_type.parse(body)
-        if request.model not in (None, self._model.name):
+        if request.model is not None and request.model not in self._model.names:
             raise RequestError(
                 f"expected the model {self._model.name!r}, got {quoted(request.model)}: GET "
                 "/v1/models",
@@ -123,7 +123,13 @@ class Endpoint(ABC, Generic[RequestT]):
 
     def _sampling(self, request: RequestT) -> SamplingParams:
         """Returns the sampling; raises RequestError for what this model does not serve."""
-        return request.sampling(self._model.llm.model.generation_config)
+        sampling = request.sampling(self._model.llm.model.generation_config)
+        is_adapter = request.model not in (None, self._model.name)
+        return replace(sampling, adapter=request.model) if is_adapter else sampling
+
+    def _name_of(self, request: RequestT) -> str:
+        """The model of the answer: the adapter that was asked for, or the model itself."""
+        return request.model or self._model.name
 
     def _parse_and_submit(
         self, raw: bytes, context: RequestContext

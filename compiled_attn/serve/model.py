@@ -76,6 +76,11 @@ class ServedModel:
             self._engine.stop()
 
     @property
+    def names(self) -> list[str]:
+        """Names that requests may give: that of the model, then those of its adapters."""
+        return [self.name, *([] if self._llm is None else self._llm.engine.adapters.names)]
+
+    @property
     def running_requests(self) -> int:
         """Requests in the engine that make tokens, at this moment."""
         return len(self.llm.engine.scheduler.running)

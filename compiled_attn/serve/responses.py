@@ -43,7 +43,7 @@ class ResponseEndpoint(TemplateEndpoint[ResponseRequest]):
         self, request: ResponseRequest, handles: Sequence[RequestHandle], context: RequestContext
     ) -> AsyncGenerator[str]:
         (handle,) = handles
-        writer = _ResponseWriter(_Items(context, self._model.name, request))
+        writer = _ResponseWriter(_Items(context, self._name_of(request), request))
         try:
             async for event in self._stream_answer(request, handle, writer):
                 yield event
@@ -57,7 +57,10 @@ class ResponseEndpoint(TemplateEndpoint[ResponseRequest]):
         context: RequestContext,
     ) -> str:
         (result,) = results
-        output, items = self._output(request, result), _Items(context, self._model.name, request)
+        output, items = (
+            self._output(request, result),
+            _Items(context, self._name_of(request), request),
+        )
         own = [
             *([items.reasoning(output.reasoning)] if output.reasoning else []),
             items.message(output.text, _status(result)),

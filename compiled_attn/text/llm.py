@@ -15,6 +15,7 @@ import torch
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Stream
+from compiled_attn.engine.adapters import with_adapters
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.errors import ConfigError, RequestFailed
 from compiled_attn.models import load_model, served_model
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from compiled_attn.bundle import Bundle
+    from compiled_attn.models.adapters import Adapter
 
 __all__ = ["LLM"]
 
@@ -57,6 +59,9 @@ class LLM:
             tokenizer and configuration; give no others, except a model and its arguments to compile
             if the bundle was made for another machine. Sets torch's number of threads to that of
             the bundle.
+        adapters: LoRA adapters by name, folders as peft saves them: requests name one in
+            `SamplingParams.adapter`, and ``llm.engine.adapters`` adds and removes more. Without
+            ``max_adapters`` the engine has room for just these.
         progress: called with the events of the warmup, see `graphs.progress_for`; None: shows them
             if stderr is a terminal, False: does not.
 
@@ -87,6 +92,7 @@ class LLM:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         bundle: str | Path | Bundle | None = None,
+        adapters: Mapping[str, str | Path | Adapter] | None = None,
         progress: Callable[[BucketEvent], None] | Literal[False] | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig | None):
@@ -102,13 +108,16 @@ class LLM:
         is_shown = progress is None and sys.stderr.isatty()
         self._attention: str | None = None  # to be restored in a model object
         if bundle is not None and model is None:
-            _refuse_with_bundle(config=config, tokenizer=tokenizer, dtype=dtype, device=device)
+            _refuse_with_bundle(
+                config=config, tokenizer=tokenizer, dtype=dtype, device=device, adapters=adapters
+            )
         executor = None if bundle is None else self._opened(bundle, model)
         if executor is None:
-            self._load(model, tokenizer, dtype, device, is_shown=is_shown)
             config = config or EngineConfig()
+            self._load(model, tokenizer, dtype, device, config.cache_dtype, is_shown=is_shown)
             if config.store is None:
                 config = replace(config, store=True)
+            config, adapters = with_adapters(config, adapters or {})
         else:
             config = executor.config
         self.grammars = Grammars(self.tokenizer)
@@ -119,6 +128,8 @@ class LLM:
         text: Any = {"has_stop": self.tokenizer.has_stop, "grammars": self.grammars}
         self._engine: Engine | None = Engine(executor or self.model, config, **text)
         try:
+            for name, adapter in (adapters or {}).items():
+                self._engine.adapters.add(name, adapter)
             self._engine.warmup((progress_for(sys.stderr) if is_shown else progress) or None)
         except BaseException:
             self.close()
@@ -130,6 +141,7 @@ class LLM:
         tokenizer: Any,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
+        cache_dtype: torch.dtype | None,
         *,
         is_shown: bool,
     ) -> None:
@@ -142,7 +154,7 @@ class LLM:
             self._attention = self.model.config._attn_implementation
             return
         if device is None or torch.device(device).type == "cpu":
-            build_ahead()
+            build_ahead(cache_dtype or dtype)
         if is_shown:
             line = f"loading {model}"
             if will_convert(model):

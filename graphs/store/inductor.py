@@ -23,6 +23,7 @@ from graphs.errors import CaptureError
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import Make, StoredBackend
 from graphs.torch_internals.artifacts import ArtifactCompiler, can_store, read
+from graphs.torch_internals.headers import compile_headers
 from graphs.torch_internals.settings import has_cudagraphs
 
 __all__ = ["StoredInductor"]
@@ -123,6 +124,9 @@ def _maker(job: Job) -> Make:
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = ArtifactCompiler(job)
+        tensors = (value for value in job.examples if isinstance(value, torch.Tensor))
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            compile_headers()
         try:
             frozen, result = freeze(
                 job.with_spec(options={**job.options, "options": None}), compiler

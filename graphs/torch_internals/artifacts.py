@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.export_state import State, bind_state, constant_of, why_stale
 from graphs.capture.inputs import Input
+from graphs.torch_internals.headers import wait_for_probes
 from graphs.torch_internals.replay.replay import replay_loads
 from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import describe_failure
@@ -104,6 +105,7 @@ class ArtifactCompiler:
             self._placeholders = [node.meta["example_value"] for node in nodes]
             tracing: Any = TracingContext.get()
             self._shapes = tracing.fake_mode.shape_env
+        wait_for_probes()
         try:
             self._artifact = torch._inductor.standalone_compile(
                 graph,

@@ -7,13 +7,22 @@ import sys
 from graphs.torch_internals.checks import NATIVE_CHECKS
 from graphs.torch_internals.direct_call import DIRECT_CALL
 from graphs.torch_internals.features import FeatureState
+from graphs.torch_internals.headers import HEADERS_AHEAD
 from graphs.torch_internals.regions import REGION_REUSE, REGIONS
 from graphs.torch_internals.replay.replay import REPLAY
 from graphs.torch_internals.vectors import TRUSTED_VECTORS
 
 __all__ = ["FEATURES", "features_line", "features_of_process", "torch_features"]
 
-FEATURES = (DIRECT_CALL, NATIVE_CHECKS, REGIONS, REGION_REUSE, REPLAY, TRUSTED_VECTORS)
+FEATURES = (
+    DIRECT_CALL,
+    HEADERS_AHEAD,
+    NATIVE_CHECKS,
+    REGIONS,
+    REGION_REUSE,
+    REPLAY,
+    TRUSTED_VECTORS,
+)
 
 
 def torch_features() -> tuple[FeatureState, ...]:

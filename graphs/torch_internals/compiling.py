@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ __all__ = [
     "compiling_after",
     "cpp_compiler",
     "has_cpp_compiler",
+    "import_inductor",
     "is_missing_compiler",
     "why_stale",
 ]
@@ -102,6 +104,13 @@ def cpp_compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return str(get_cpp_compiler())
+
+
+def import_inductor() -> None:
+    """Import what the first compile needs, and hash torch's sources, as its cache does: seconds."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("torch._inductor.codecache").torch_key()
 
 
 def is_missing_compiler(error: BaseException) -> bool:

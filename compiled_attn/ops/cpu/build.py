@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +27,18 @@ from graphs.store.lock import why_no_locks
 from graphs.torch_internals.compiling import cpp_compiler
 
 __all__ = [
-    "KERNELS", "UNITS", "Build", "Plan", "build", "default_folder", "digests_of", "find_compiler",
+    "KERNELS", "PARTS", "UNITS", "Build", "Plan", "build", "build_part", "default_folder",
+    "digests_of", "find_compiler", "path_of_part",
 ]  # fmt: skip
 
+PARTS = {8: "attention/attend_8bit.cpp", 16: "attention/attend_16bit.cpp"}
+"""Units for caches of so many bits, which can be libraries of their own."""
 KERNELS = (
-    "attention/attend_quantised.cpp",
-    "attention/attend_bfloat16.cpp",
+    *PARTS.values(),
     "attention/paged_attention.cpp",
     "linear/packed_linear.cpp",
     "linear/quantised_linear.cpp",
+    "linear/lora.cpp",
     "sampling/sample_tokens.cpp",
 )
 """Translation units compiled for an instruction set."""
@@ -48,7 +52,7 @@ _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-DCOMPILED_ATTN_DEBUG")
 _LOCK_SECONDS = 600.0
 _PIPE = subprocess.PIPE
 # CPU seconds of g++ 12 for AVX-512; AVX2 takes half.
-_ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 80, 40
+_ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 35, 10
 
 _NO_COMPILER = (
     "expected a C++ compiler to build the native kernel with, found none. Any of these helps: "
@@ -69,12 +73,14 @@ class Build:
         isa: its instruction set.
         seconds: build time; 0 if it was cached.
         is_prebuilt: whether it came with the wheel.
+        is_divided: whether its `PARTS` are libraries of their own.
     """
 
     library: Path
     isa: str
     seconds: float
     is_prebuilt: bool = False
+    is_divided: bool = False
 
     def __str__(self) -> str:
         if self.is_prebuilt:
@@ -108,6 +114,7 @@ def build(
     plain_tiles: bool = False,
     compiler: str | None = None,
     sources: Path = SOURCES,
+    divided: bool = False,
 ) -> Build:
     """Builds the library of an instruction set, or finds it in the cache.
 
@@ -123,6 +130,7 @@ def build(
         plain_tiles: emulates AMX in plain C++, bit for bit; for tests.
         compiler: None: `find_compiler`.
         sources: folder of the C++ sources.
+        divided: leaves `PARTS`, half of the time, to `build_part`.
 
     Raises:
         NativeUnavailable: no compiler, a compiler error, or a folder that is not writable or that
@@ -131,11 +139,39 @@ def build(
     if why := why_no_locks():
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
     compiler = compiler or find_compiler()
-    plan = Plan(compiler, sources, isa, namespace, tuple(sanitize), plain_tiles)
-    try:
+    plan = Plan(compiler, sources, isa, namespace, tuple(sanitize), plain_tiles, divided)
+    with _own_errors(folder):
         return _cached(own_folder(folder), plan)
-    except NativeUnavailable:
-        raise
+
+
+def build_part(
+    bits: int, isa: str, namespace: str, *, folder: Path | None = None, compiler: str | None = None
+) -> Path:
+    """Builds one of `PARTS` for a divided library, or finds it in the cache.
+
+    Returns its path, where the library finds it. Other arguments and errors are those of `build`.
+    """
+    plan = Plan(compiler or find_compiler(), SOURCES, isa, namespace, (), False, True)
+
+    def make(work: Path) -> Path:
+        _print(f"building the native kernel of {bits}-bit caches for {isa}, once on this machine")
+        return plan.compile(work, [PARTS[bits]])
+
+    with _own_errors(folder):
+        part = path_of_part(own_folder(folder) / f"{plan.name()}.so", bits)
+        cache_library(part, make, _LOCK_SECONDS)
+    return part
+
+
+def path_of_part(library: Path, bits: int) -> Path:
+    """Returns the path of one of `PARTS` for a divided library."""
+    return library.with_name(f"{library.stem}-{bits}bit.so")
+
+
+@contextmanager
+def _own_errors(folder: Path | None) -> Iterator[None]:
+    try:
+        yield
     except (StoreError, OSError) as error:
         raise NativeUnavailable(
             f"expected a folder of your own to cache the kernel in, got {folder or 'none'}: {error}"
@@ -152,6 +188,12 @@ class Plan:
     namespace: str
     sanitize: tuple[str, ...]
     plain_tiles: bool
+    is_divided: bool = False
+
+    @property
+    def units(self) -> Sequence[str]:
+        """Units of the library."""
+        return [each for each in UNITS if not self.is_divided or each not in PARTS.values()]
 
     def name(self) -> str:
         """Returns the library's name: its instruction set and a hash of all that it depends on."""
@@ -171,8 +213,9 @@ class Plan:
         if unit in KERNELS:
             # Only kernels may use the instruction set: the linker may pick any copy of an inline
             # function of a header, for all units.
-            tiles = ["-DCOMPILED_ATTN_PLAIN_TILES"] if self.plain_tiles else []
-            own = [*flags_of(self.isa), "-fopenmp", *tiles]
+            macros = ["-DCOMPILED_ATTN_PLAIN_TILES"] if self.plain_tiles else []
+            macros += ["-DCOMPILED_ATTN_DIVIDED"] if self.is_divided else []
+            own = [*flags_of(self.isa), "-fopenmp", *macros]
             # Tests build emulated tiles, and run them little. Without the second option -O1
             # contracts no products and sums, so bits differ from those of the registers.
             level = ["-O1", "-fexpensive-optimizations"] if self.plain_tiles else ["-O3"]
@@ -193,9 +236,9 @@ class Plan:
         paths = [f"-I{self.sources}", "-c", str(self.sources / unit), "-o", str(to)]
         return [self.compiler, *self.compile_flags(unit), *paths]
 
-    def compile(self, work: Path) -> Path:
-        """Compiles all units concurrently and links them; returns the library."""
-        objects = {unit: work / f"{Path(unit).stem}.o" for unit in UNITS}
+    def compile(self, work: Path, units: Sequence[str] | None = None) -> Path:
+        """Compiles units concurrently and links them; returns the library. None: its own."""
+        objects = {unit: work / f"{Path(unit).stem}.o" for unit in units or self.units}
         _run_all([self.compile_command(unit, to) for unit, to in objects.items()])
         library = work / "library.so"
         # Libraries come after the objects that need them, or a linker may drop them.
@@ -228,7 +271,8 @@ def _cached(folder: Path, plan: Plan) -> Build:
         _print(f"another process builds the native kernel for {plan.isa}: waiting for it")
 
     is_new = cache_library(library, make, _LOCK_SECONDS, when_waiting)
-    return Build(library, plan.isa, round(time.perf_counter() - started, 3) if is_new else 0.0)
+    seconds = round(time.perf_counter() - started, 3) if is_new else 0.0
+    return Build(library, plan.isa, seconds, is_divided=plan.is_divided)
 
 
 def digests_of(sources: Path) -> dict[str, str]:

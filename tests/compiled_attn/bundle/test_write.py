@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from compiled_attn import LLM
 from compiled_attn.bundle import write_bundle
@@ -22,9 +23,8 @@ _NOT_LOADED = "transformers", "sympy", "triton", "torch._inductor", "torch._dyna
 _ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def answered(written) -> dict:
-    arguments = json.dumps([str(written.folder), PROMPTS, SHORT.max_new_tokens])
+def _answers_of(folder: Path) -> dict:
+    arguments = json.dumps([str(folder), PROMPTS, SHORT.max_new_tokens])
     # No folder of programs: nothing can be built.
     environment = os.environ | {"PATH": "", "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(
@@ -38,9 +38,31 @@ def answered(written) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def answered(written) -> dict:
+    return _answers_of(written.folder)
+
+
 def test_a_bundle_answers_as_the_engine_that_it_was_made_of(written, answered):
     assert (answered["texts"], answered["chat"]) == (written.texts, written.chat)
     assert answered["compiles"] == 0
+
+
+@pytest.mark.parametrize(
+    "dtype, kv_dtype, bits",
+    [
+        (torch.float32, "int8", 8),
+        pytest.param(torch.bfloat16, "auto", 16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_bundle_has_the_kernels_of_its_cache(written, tmp_path, dtype, kv_dtype, bits):
+    sizes = {"max_seqs": 2, "max_tokens_per_step": 16, "num_blocks": 32, "block_size": 8}
+    config = EngineConfig(**sizes, max_graphs=2, store=False, kv_dtype=kv_dtype)
+    with LLM(written.model, config, dtype=dtype) as llm:
+        write_bundle(llm.engine.executor, llm.tokenizer.of_transformers, tmp_path / "b", "tiny")
+        texts = [answer.text for answer in llm.generate(PROMPTS, SHORT)]
+    assert (tmp_path / "b" / f"library_0-{bits}bit.so").exists()
+    assert _answers_of(tmp_path / "b")["texts"] == texts
 
 
 def test_a_bundle_loads_no_compiler_and_no_transformers(answered):

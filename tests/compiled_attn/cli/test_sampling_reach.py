@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "prompt_logprobs": 2,
     "n": 2,
     "grammar": Grammar.json_object(),
+    "adapter": "sql",
 }
 BODIES: dict[str, dict[str, Any]] = {
     "max_new_tokens": {"max_completion_tokens": 7},
@@ -51,7 +52,10 @@ OPTIONS: dict[str, dict[str, Any]] = {"stop": {"stop": ["end"]}, "grammar": {"re
 """The same of the options of a command."""
 
 _IDS = "who writes text knows no ids of tokens"
-NOT_OF_THE_SERVER = {"stop_token_ids": f"{_IDS}: `stop` takes texts"}
+NOT_OF_THE_SERVER = {
+    "stop_token_ids": f"{_IDS}: `stop` takes texts",
+    "adapter": "it is the model of a request",
+}
 NOT_OF_A_COMMAND = {
     "stop_token_ids": f"{_IDS}: --stop takes texts",
     "logit_bias": _IDS,
@@ -60,6 +64,7 @@ NOT_OF_A_COMMAND = {
     "logprobs": "a command prints text",
     "prompt_logprobs": "a command prints text",
     "n": "a command prints one answer to a prompt",
+    "adapter": "only `serve` has adapters",
 }
 
 

@@ -127,6 +127,11 @@ def test_a_drain_shows_in_health_and_a_second_signal_ends_it(chat_dir, number):
         (("--ssl-certfile", "/no.pem", "--ssl-keyfile", "/no.pem"), "cannot use the certificate"),
         (("--no-store", "--store", "x"), "choose whether to use a store"),
         (("--access-log", "--replicas", "2"), "leave it or --replicas out"),
+        (("--adapter", "sql"), "expected --adapter NAME=DIR, got 'sql'"),
+        (("--adapter", "sql=/nowhere"), "adapter /nowhere: expected a directory"),
+        (("--name", "sql", "--adapter", "sql=/nowhere"), "'sql' is in use"),
+        (("--adapter", "sql=a", "--replicas", "2"), "--adapter is for one process"),
+        (("--allow-adapter-loading",), "needs --max-adapters"),
     ],
 )
 def test_options_that_cannot_work_are_refused(command, chat_dir, options, words):

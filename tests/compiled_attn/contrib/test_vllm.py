@@ -28,7 +28,8 @@ def registered(monkeypatch):
         )
         name = name.rpartition(".")[0]
     monkeypatch.setattr(vllm, "installed", lambda *_: "0.33.0+cpu")
-    monkeypatch.setattr(vllm, "load", lambda strict: SimpleNamespace(isa="avx512"))
+    monkeypatch.setattr(vllm, "build_ahead", lambda *_: None)
+    monkeypatch.setattr(vllm, "load", lambda **_: SimpleNamespace(isa="avx512"))
     monkeypatch.setenv(VARIABLE, "1")
     return found
 
@@ -68,7 +69,7 @@ def test_a_version_that_was_not_tested_is_one_line_and_vllm_keeps_its_own(
 
 
 def test_without_a_kernel_vllm_keeps_its_own(registered, monkeypatch, caplog):
-    def fail(strict):
+    def fail(**_):
         raise NativeUnavailable("no compiler was found")
 
     monkeypatch.setattr(vllm, "load", fail)

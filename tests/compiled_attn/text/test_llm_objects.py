@@ -15,7 +15,7 @@ from compiled_attn import LLM
 from compiled_attn.engine import EngineConfig, SamplingParams, local
 from compiled_attn.errors import ConfigError, ModelRefused
 from compiled_attn.text import Tokenizer
-from tests.compiled_attn.models.test_adapters import Wrapper
+from tests.compiled_attn.models.adapters.test_wrappers import Wrapper
 from tests.compiled_attn.text.models import save_chat_model
 
 MESSAGE = {"role": "user", "content": "a question"}

@@ -13,7 +13,8 @@ from torch import nn
 
 import graphs
 from graphs import CaptureError, capture
-from graphs.torch_internals import regions, vectors
+from graphs.store import ArtifactStore, StoredInductor
+from graphs.torch_internals import headers, regions, vectors
 from graphs.torch_internals.catalog import FEATURES
 from graphs.torch_internals.features import Feature, Patch, with_features
 from graphs.torch_internals.regions import Region
@@ -96,8 +97,25 @@ def _settings() -> dict[str, Any]:
     }
 
 
+def _headers() -> dict[str, Any]:
+    def broken(name: str, value: Any) -> Any:
+        def patch(patch: Any) -> None:
+            patch.setattr(headers, "_started", [])
+            patch.setattr(headers, name, value)
+
+        return patch
+
+    return {
+        "gone": broken("_probe_vectors", _raise),
+        "signature": broken("_probe_vectors", lambda *, other: None),
+        "garbage": broken("_KERNEL", _GARBAGE),
+        "raises": broken("_precompile", _raise),
+    }
+
+
 BREAKS = {
     "direct_call": _private("torch._dynamo.eval_frame._debug_get_cache_entry_list"),
+    "headers_ahead": _headers(),
     "native_checks": _private("torch._C._dynamo.guards.TensorGuards"),
     "native_checks of settings": _private("torch._C._dynamo.guards.GlobalStateGuard"),
     "region_reuse": _private("torch.compiler.nested_compile_region"),
@@ -126,9 +144,13 @@ def test_a_broken_feature_fails_no_capture(name, way, monkeypatch, tmp_path, cap
     options: dict[str, Any] = {"backend": backend}
     if feature.name in INDUCTOR:
         options = {"backend": "inductor", "replays": replay.Replays(ReplayerDouble())}
+    elif feature.name == "headers_ahead":
+        options = {"backend": StoredInductor(ArtifactStore(tmp_path))}
     module, x = Stack(), torch.randn(3, 8)
     expected = module(x)
     graph = capture(module, [x], **options)
+    for started in headers._started:
+        started.thread.join()
     other = torch.randn(3, 8)
     torch.testing.assert_close(graph.run(x), expected)
     torch.testing.assert_close(graph.run(other), module(other))

@@ -18,6 +18,7 @@ enum Status : int32_t {
   kBadBlock,  // a block is outside the cache: {request, column, block}
   kBadSlot,  // a slot is outside the cache: {token, slot}
   kOutOfMemory,  // cannot allocate scratch memory: {}
+  kNoKernel,  // the part of the library for caches of so many bits cannot be loaded: {bits}
 };
 
 // How dot products of bfloat16 (or of float32 with bfloat16 weights) are computed. An instruction
@@ -152,6 +153,20 @@ struct QuantisedRowsArgs {
   int64_t as_bfloat16;
 };
 
+// result = out + scale * b x (a x input), by row: each has the matrices of its slot, none in slot 0.
+struct AddLoraArgs {
+  const void* out;    // [rows, size_out]
+  const void* input;  // [rows, size_in], rows `input_row` elements apart
+  const void* a;      // [slots, max_rank, size_in]
+  const void* b;      // [slots, max_rank, size_out]
+  const float* scale;     // [slots]
+  const int32_t* ranks;   // [slots], 0: this layer is as it is
+  const int32_t* slot_of;  // [rows]
+  void* result;           // [rows, size_out]
+  int64_t rows, input_row, size_in, size_out, max_rank;
+  int32_t dtype, threads;
+};
+
 // Words passed by `compiled_attn_call`, whatever the function takes: the buffer must be that long.
 constexpr int kMaxWords = 64;
 
@@ -193,6 +208,10 @@ extern "C" void compiled_attn_call(const int64_t* words);
 // Sets the tuning for all later calls.
 extern "C" void compiled_attn_set_tuning(const compiled_attn::KernelTuning* tuning);
 
+// Of a library without kernels for 8-bit and 16-bit caches: sets what builds them when a call needs
+// them first, and returns 0 if it cannot.
+extern "C" void compiled_attn_build_parts_by(int32_t (*build)(int32_t bits));
+
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
                                                  int64_t error[4]);
 
@@ -206,6 +225,8 @@ extern "C" int32_t compiled_attn_quantised_linear(const compiled_attn::PackedLin
                                                   int64_t count, int32_t is_swiglu);
 
 extern "C" void compiled_attn_quantised_rows(const compiled_attn::QuantisedRowsArgs* args);
+
+extern "C" void compiled_attn_add_lora(const compiled_attn::AddLoraArgs* args);
 
 // Returns kOk or kOutOfMemory.
 extern "C" int32_t compiled_attn_sample_tokens(const compiled_attn::SampleTokensArgs* args);

@@ -3,6 +3,7 @@
 
 #include "attention/attention_op.h"
 #include "linear/linear_ops.h"
+#include "linear/lora_op.h"
 #include "linear/quantised_ops.h"
 #include "sampling/sample_tokens_op.h"
 #include "schema.h"
@@ -27,6 +28,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kQuantisedLinearsSchema);
   m.def(compiled_attn::kQuantisedSwigluSchema);
   m.def(compiled_attn::kQuantisedRowsSchema);
+  m.def(compiled_attn::kAddLoraSchema);
   m.def(compiled_attn::kSampleTokensSchema);
 }
 
@@ -41,5 +43,6 @@ STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("quantised_linears", TORCH_BOX(&compiled_attn::quantised_linears));
   m.impl("quantised_swiglu", TORCH_BOX(&compiled_attn::quantised_swiglu));
   m.impl("quantised_rows", TORCH_BOX(&compiled_attn::quantised_rows));
+  m.impl("add_lora", TORCH_BOX(&compiled_attn::add_lora));
   m.impl("sample_tokens", TORCH_BOX(&compiled_attn::sample_tokens));
 }

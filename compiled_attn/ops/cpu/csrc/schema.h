@@ -63,6 +63,11 @@ constexpr const char* kQuantisedRowsSchema =
     Tensor codes, Tensor scales, Tensor steps, Tensor ids, bool as_bfloat16
   ) -> Tensor)schema";
 
+constexpr const char* kAddLoraSchema =
+    R"schema(add_lora(
+    Tensor out, Tensor input, Tensor a, Tensor b, Tensor scale, Tensor ranks, Tensor slots
+  ) -> Tensor)schema";
+
 constexpr const char* kSampleTokensSchema =
     R"schema(sample_tokens(
     Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from compiled_attn.ops import NativeUnavailable
-from compiled_attn.ops.cpu.build import UNITS, Build, _run_all, build
+from compiled_attn.ops.cpu.build import (
+    PARTS,
+    UNITS,
+    Build,
+    _run_all,
+    build,
+    build_part,
+    path_of_part,
+)
 from compiled_attn.ops.cpu.libraries import build_lock
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreBusy
@@ -112,6 +120,23 @@ def test_whatever_the_library_depends_on_gives_it_another_name(
         monkeypatch.setattr(f"platform.{what}", lambda other=other: other)
         names.append(name())
     assert len(set(names)) == len(names)
+
+
+def test_parts_can_be_libraries_of_their_own(make, folder, compiler):
+    whole, divided = make(), make(divided=True)
+    assert (whole.is_divided, divided.is_divided) == (False, True)
+    calls = 2 * CALLS - len(PARTS)
+    assert whole.library != divided.library and _calls(compiler) == calls
+    for bits in PARTS:
+        for _ in range(2):
+            part = build_part(bits, "portable", "test", folder=folder, compiler=str(compiler))
+            assert part == path_of_part(divided.library, bits) and part.exists()
+        calls += 2
+        assert _calls(compiler) == calls
+    (compiler.parent / "broken").touch()
+    part.write_text("damaged")
+    with pytest.raises(NativeUnavailable, match="no such thing"):
+        build_part(bits, "portable", "test", folder=folder, compiler=str(compiler))
 
 
 def test_processes_that_want_the_same_build_it_once(folder, compiler):

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_attn.ops.cpu import calibration, kernel_tuning
-from compiled_attn.ops.cpu.calibration import calibrate, load_or_calibrate
+from compiled_attn.ops.cpu.calibration import calibrate, load_or_calibrate, load_or_calibrate_16bit
 from compiled_attn.ops.cpu.kernel_tuning import KernelTuning, TuningResult
 from compiled_attn.ops.cpu.libraries import kernel_tuning_file
 
@@ -68,6 +68,20 @@ def _of_an_intel(tuning: KernelTuning, kind: str) -> float:
         return 50.0 if tuning.linear_bf16_weights == "amx" else 100.0
     products = tuning.prefill if kind == "prefill" else tuning.linear
     return {"amx": 20.0, "bf16-dot": 140.0, "float32": 100.0}[products]
+
+
+def test_16bit_caches_of_a_divided_library_are_measured_when_they_are_needed(on, tmp_path):
+    machine, whole = on(_of_an_intel), tmp_path / "whole.so"
+    expected = load_or_calibrate(whole, ISA, machine).tuning
+    library = tmp_path / "library.so"
+    others = load_or_calibrate(library, ISA, machine, divided=True)
+    guess = {name: getattr(DEFAULT, name) for name in ("decode", "prefill")}
+    assert others.tuning == replace(expected, **guess) == machine.applied
+    for _ in range(2):
+        result = load_or_calibrate_16bit(library, ISA, machine, others)
+        assert result.tuning == expected == machine.applied
+        assert {*others.ratios} < {*result.ratios}
+        machine.seconds = lambda *_: pytest.fail("measures again")
 
 
 def test_each_kind_of_work_gets_its_fastest_tuning(on, tmp_path):

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from compiled_attn.ops import available_isas
-from compiled_attn.ops.cpu.build import digests_of
+from compiled_attn.ops.cpu.build import build, digests_of
 from compiled_attn.ops.cpu.prebuilt import Manifest
+from compiled_attn.ops.paged_attention import NAMESPACE
 from compiled_attn.ops.schema import SOURCES
 
 ROOT = Path(__file__).parents[4]
@@ -45,10 +46,10 @@ print(build.library)
 
 @pytest.fixture
 def library_only_built(ops, tmp_path) -> Path:
-    """A folder of libraries that has the one of this session."""
+    """A folder of libraries that has one for this processor, with all parts."""
     folder = tmp_path / "libraries"
     folder.mkdir()
-    shutil.copyfile(ops.build.library, folder / f"{ops.isa}.so")
+    shutil.copyfile(build(ops.isa, NAMESPACE).library, folder / f"{ops.isa}.so")
     release = torch.__version__.partition("+")[0]
     tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     Manifest(release, platform.machine(), tag, digests_of(SOURCES)).write(folder)

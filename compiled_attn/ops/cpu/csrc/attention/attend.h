@@ -18,11 +18,7 @@ namespace compiled_attn {
 using Args = PagedAttentionArgs;
 
 // Writes new keys and values to the caches; returns false if a thread ran out of memory.
-bool write_tokens(const Args& args, int threads);
-
-// Attention with a bfloat16 or quantised cache, as `attend`.
-bool attend_bfloat16(const Args& args, int threads);
-bool attend_quantised(const Args& args, int threads);
+using Write = bool (*)(const Args& args, int threads);
 
 // Runs body on each thread; returns false if one ran out of memory.
 template <class Body>
@@ -105,13 +101,13 @@ inline void merge(const Args& args, const Plan& plan, const Group& group, const 
 
 // Returns false if a thread ran out of memory.
 template <class Decode, class Prefill>
-bool attend(const Args& args, int threads) {
+bool attend(const Args& args, int threads, Write write) {
   const Plan plan(args, Prefill::kMinRows, Prefill::target_bands(args, threads), threads);
   Scratch scratch;
   Results results{args, nullptr, nullptr};
   scratch.take(results.sums, plan.rows * args.value_dim);
   scratch.take(results.states, plan.rows);
-  if (args.slot_mapping && !write_tokens(args, threads)) return false;
+  if (args.slot_mapping && !write(args, threads)) return false;
   std::atomic<size_t> next{0};
   const int used = at_most(plan.parts.size(), threads);
   if (!on_threads(used, [&] {
@@ -129,3 +125,9 @@ bool attend(const Args& args, int threads) {
 }
 
 }  // namespace compiled_attn
+
+// Attention with a cache of 8 or 16 bits, as `attend`.
+extern "C" __attribute__((visibility("default"))) bool compiled_attn_attend_8bit(
+    const compiled_attn::Args& args, int threads, compiled_attn::Write write);
+extern "C" __attribute__((visibility("default"))) bool compiled_attn_attend_16bit(
+    const compiled_attn::Args& args, int threads, compiled_attn::Write write);

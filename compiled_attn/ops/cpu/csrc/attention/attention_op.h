@@ -157,6 +157,10 @@ inline PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_ca
            std::to_string(error[1]), "padding points into block 0");
     case kOutOfMemory:
       fail("scratch memory", "none", "free memory");
+    case kNoKernel:
+      fail(text("the kernels of ", error[0], "-bit caches in this library or next to it, in NAME-",
+                error[0], "bit.so"),
+           "none", "see the log, or build them by compiled_attn.ops.load(cache_dtype=...)");
     default:
       fail("a known status", std::to_string(status), "report this");
   }

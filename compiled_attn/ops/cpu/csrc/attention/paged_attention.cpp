@@ -1,4 +1,10 @@
 // Paged attention on the CPU: checks arguments, writes new tokens, selects the kernel.
+#ifdef COMPILED_ATTN_DIVIDED
+#include <dlfcn.h>
+
+#include <string>
+#endif
+
 #include "attention/attend.h"
 
 namespace compiled_attn {
@@ -34,22 +40,35 @@ int32_t check(const Args& args, int64_t error[4]) {
   return kOk;
 }
 
-bool attend(const Args& args, int threads) {
-  switch (args.cache_dtype) {
-    case kBFloat16:
-      return attend_bfloat16(args, threads);
-    case kFloat16:
-      return attend<DecodeKernel<Float32Fma<Float16>>, PrefillKernel<Float32Units<Float16>>>(
-          args, threads);
-    case kFloat32:
-      return attend<DecodeKernel<Float32Fma<float>>, PrefillKernel<Float32Units<float>>>(args,
-                                                                                         threads);
-    default:
-      return attend_quantised(args, threads);
-  }
+using Attend = bool (*)(const Args& args, int threads, Write write);
+
+#ifdef COMPILED_ATTN_DIVIDED
+std::atomic<int32_t (*)(int32_t)> build_part{nullptr};
+
+// Loads a symbol of NAME-16bit.so, next to this library; null if that fails.
+Attend load_part(const std::string& bits, const char* symbol) {
+  if (const auto build = build_part.load(); build && !build(std::stoi(bits))) return nullptr;
+  Dl_info own;
+  if (!dladdr(reinterpret_cast<void*>(&load_part), &own)) return nullptr;
+  const std::string path(own.dli_fname);
+  void* part = dlopen((path.substr(0, path.rfind('.')) + "-" + bits + "bit.so").c_str(), RTLD_NOW);
+  return part ? reinterpret_cast<Attend>(dlsym(part, symbol)) : nullptr;
 }
 
-}  // namespace
+Attend find(bool is_8bit) {
+  static std::atomic<Attend> found[2];
+  std::atomic<Attend>& part = found[is_8bit];
+  if (!part) {
+    part = is_8bit ? load_part("8", "compiled_attn_attend_8bit")
+                   : load_part("16", "compiled_attn_attend_16bit");
+  }
+  return part;
+}
+#else
+Attend find(bool is_8bit) {
+  return is_8bit ? compiled_attn_attend_8bit : compiled_attn_attend_16bit;
+}
+#endif
 
 bool write_tokens(const Args& args, int threads) {
   constexpr int64_t kTokens = 16;  // at a time
@@ -70,7 +89,20 @@ bool write_tokens(const Args& args, int threads) {
   });
 }
 
+bool attend_float32(const Args& args, int threads, Write write) {
+  return attend<DecodeKernel<Float32Fma<float>>, PrefillKernel<Float32Units<float>>>(args, threads,
+                                                                                     write);
+}
+
+}  // namespace
 }  // namespace compiled_attn
+
+#ifdef COMPILED_ATTN_DIVIDED
+extern "C" __attribute__((visibility("default"))) void compiled_attn_build_parts_by(
+    int32_t (*build)(int32_t bits)) {
+  compiled_attn::build_part = build;
+}
+#endif
 
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
                                                  int64_t error[4]) {
@@ -78,7 +110,10 @@ extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAtten
   const int threads = args->threads > 0 ? args->threads : omp_get_max_threads();
   if (const int32_t status = check(*args, error)) return status;
   try {
-    return attend(*args, threads) ? int32_t(kOk) : failed(error, kOutOfMemory);
+    const int32_t dtype = args->cache_dtype;
+    const Attend attend = dtype == kFloat32 ? attend_float32 : find(dtype >= kInt8);
+    if (!attend) return failed(error, kNoKernel, dtype >= kInt8 ? 8 : 16);
+    return attend(*args, threads, write_tokens) ? int32_t(kOk) : failed(error, kOutOfMemory);
   } catch (const std::bad_alloc&) {
     return failed(error, kOutOfMemory);
   }

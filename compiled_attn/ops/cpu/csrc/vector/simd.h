@@ -75,6 +75,20 @@ CA_INLINE Vector in_register(Vector v) {
   return v;
 }
 
+// a * b + c, rounded once where the processor can: where a row must have the same bits in several
+// functions, which the compiler may contract differently.
+CA_INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
 CA_INLINE Floats select(Ints mask, Floats yes, Floats no) {
   return bit_cast<Floats>((mask & bit_cast<Ints>(yes)) | (~mask & bit_cast<Ints>(no)));
 }

@@ -1,0 +1,9 @@
+"""LoRA adapters: peft's folders, and many of them over one set of captured graphs."""
+
+from __future__ import annotations
+
+from compiled_attn.models.adapters.adapter import Adapter, LoraWeight, adapter_of
+from compiled_attn.models.adapters.folder import read_adapter
+from compiled_attn.models.adapters.pool import AdapterPool
+
+__all__ = ["Adapter", "AdapterPool", "LoraWeight", "adapter_of", "read_adapter"]
