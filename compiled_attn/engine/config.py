@@ -260,6 +260,7 @@ def _check_same_bits(config: EngineConfig) -> None:
         "weights": (config.weights != "plain", "that are packed"),
         "buckets": (config.buckets is None, "None"),
         "learn_buckets": (config.learn_buckets is None, "None"),
+        "max_adapters": (not config.max_adapters, "0"),  # `score` has none
     }
     for name, (holds, expected) in rules.items():
         if not holds:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.huge_pages import touched_later
@@ -21,13 +20,13 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
 from compiled_attn.engine.graph_store import store_of
+from compiled_attn.engine.host_steps import HostSteps
 from compiled_attn.engine.kernel import chosen_kernel, packs
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.sampler import logits_needed
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.engine.speculation.loading import load_draft
-from compiled_attn.engine.speculation.verify import sampled
 from compiled_attn.models.load import unwrap
 from compiled_attn.ops import load
 from compiled_attn.ops.triton.register import measured_plans
@@ -52,9 +51,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compiled_attn.models.adapters import AdapterPool
-    from compiled_attn.models.hf import PagedCausalLM
 
-__all__ = ["HostSteps", "LocalExecutor", "executor_for"]
+__all__ = ["LocalExecutor", "executor_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -377,25 +375,6 @@ def _executor_of(model: object, config: EngineConfig | None) -> LocalExecutor:
             f"{type(model).__name__}: load one with compiled_attn.models.load_model"
         )
     return LocalExecutor(model, config)
-
-
-class HostSteps:
-    """Runs the steps of a model on the CPU, as `DeviceSteps` does on a device."""
-
-    options: Mapping[str, Any] = {}
-    others: Sequence[WarmupManager] = ()
-
-    def __init__(self, model: PagedCausalLM, adapters: AdapterPool | None = None) -> None:
-        self.module: nn.Module = model
-        self._adapters = adapters
-        self.padding = model.layout.padding
-
-    def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
-        """See `DeviceSteps.launch`."""
-        if self._adapters is not None:
-            self._adapters.use([each.adapter for each in step.parts.sequences], step.parts.counts)
-        logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
-        return sampled(logits, step.parts, step.plan.rows.logits)
 
 
 def _shorter(step: ScheduledStep) -> ScheduledStep:

@@ -80,10 +80,11 @@ def test_tokens_of_random_traffic_have_the_bits_of_score(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("kernel", "portable"), ("backend", "eager"), ("weights", "plain")]
+    ("name", "value"),
+    [("kernel", "portable"), ("backend", "eager"), ("weights", "plain"), ("max_adapters", 2)],
 )
 def test_a_setting_with_other_kernels_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"expected {name} .* with same_bits, got '{value}'"):
+    with pytest.raises(ConfigError, match=f"expected {name} .* with same_bits, got {value!r}"):
         EngineConfig(same_bits=True, **{name: value})
 
 
