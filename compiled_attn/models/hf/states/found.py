@@ -64,6 +64,10 @@ class FoundStates(NamedTuple):
     shapes: tuple[tuple[StateShape, ...], ...]
     carrier: str
 
+    def carrier_of(self, layer: nn.Module) -> str | None:
+        """Returns the name of the cache argument of a decoder layer; None: it has none."""
+        return carrier_name(type(layer).forward)
+
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     """Returns the modules whose forward mixes tokens by known functions; leaves them unchanged.
