@@ -61,7 +61,7 @@ def call_through(
             return plain(layer, *args, **kwargs)
         if "paged" in kwargs:
             if len(numbers) == 1:
-                kwargs["paged"] = step.of_layer(numbers[0])
+                kwargs["paged"] = step.of_layer(numbers[0], in_region=not has_states)
             elif not numbers and carrier is not None:
                 del kwargs["paged"]
         # Torch refuses ops that write to an argument in a region.
