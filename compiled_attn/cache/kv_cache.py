@@ -96,7 +96,6 @@ class PagedKVCache(nn.Module):
     ``[num_blocks]`` int32, stand for a block, see `NearBlocks`.
 
     Attributes:
-        dtype: element type of keys and values.
         shadow: what the sanitizer checks each step with; None: nothing is checked.
 
     Source: block-paged KV storage as in PagedAttention (Kwon et al., SOSP 2023).
@@ -127,7 +126,7 @@ class PagedKVCache(nn.Module):
         self.has_value = has_value
         self.window = None if window is None else whole("window", window, 1)
         self.is_quantised = dtype in QUANTISED
-        self.dtype = dtype
+        self._given_dtype = dtype
         alike = KVShape(num_kv_heads, head_dim, head_dim if has_value else None)
         self.shapes = tuple([alike] * num_layers if shapes is None else shapes)
         _check_shapes(self.shapes, num_layers)
@@ -232,6 +231,11 @@ class PagedKVCache(nn.Module):
 
     def _by_block(self, slots: Tensor) -> Tensor:
         return slots.view(-1, self.block_size, *slots.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of keys and values."""
+        return self.key(0).dtype if self.num_layers else self._given_dtype
 
     @property
     def device(self) -> torch.device:

@@ -41,7 +41,7 @@ class StateCache(nn.Module):
     """Recurrent states of every layer in slots, of which each running request has one.
 
     Slot 0 is the null slot: rows of padding name it, and no step reads or writes it. A slot says
-    nothing about which tokens its states are for: see `StatePool`. The buffers ``state_{layer}_{n}``
+    nothing about which tokens its states are for: see `StatePool`. Buffers ``state_{layer}_{n}``
     are registered but not persistent.
 
     Args:
