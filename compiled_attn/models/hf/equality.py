@@ -90,7 +90,8 @@ def step_logits(
     plan = layout.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
     step: Any = plan.fill()
     if slots:
-        step = step._replace(state_slots=torch.tensor(slots, dtype=torch.int32))
+        padding = [0] * (len(step.seq_lens) - len(slots))
+        step = step._replace(state_slots=torch.tensor([*slots, *padding], dtype=torch.int32))
     device = next(cache.buffers()).device
     moved = type(step)(*(None if field is None else field.to(device) for field in step))
     with torch.no_grad():

@@ -148,12 +148,10 @@ def _ssd(
     **_: Any,
 ) -> Any:
     dt = torch.clamp(_step_size(dt, dt_bias, dt_softplus), min=dt_limit[0], max=dt_limit[1])
-    # In float32, as the function computes and returns it.
-    x, dt, b, c = [each[0].float().contiguous() for each in (hidden_states, dt, B, C)]
-    skip = None if D is None else D.float()
-    out: Tensor = torch.ops.compiled_attn.state_ssd_(
-        x, dt, A.float(), b, c, skip, *_of(cache, number)
-    )
+    # The function returns float32.
+    x, dt = [each[0].float().contiguous() for each in (hidden_states, dt)]
+    b, c = B[0].contiguous(), C[0].contiguous()
+    out: Tensor = torch.ops.compiled_attn.state_ssd_(x, dt, A, b, c, D, *_of(cache, number))
     out = out.unsqueeze(0)
     return (out, out) if return_final_states else out
 
@@ -188,11 +186,9 @@ def _scan(
 ) -> Any:
     bias = None if delta_bias is None else delta_bias[..., None]
     dt = _step_size(dt, bias, delta_softplus)
-    x, dt, b, c = [each[0].t().float().contiguous() for each in (hidden_states, dt, B, C)]
-    skip = None if D is None else D.float()
-    rows: Tensor = torch.ops.compiled_attn.state_scan_(
-        x, dt, A.float(), b, c, skip, *_of(cache, number)
-    )
+    x, dt, b, c = [each[0].t().contiguous() for each in (hidden_states, dt, B, C)]
+    x, dt = x.float(), dt.float()
+    rows: Tensor = torch.ops.compiled_attn.state_scan_(x, dt, A, b, c, D, *_of(cache, number))
     out = rows.t().unsqueeze(0)
     if z is not None:
         out = out * F.silu(z)
