@@ -75,23 +75,12 @@ def small_cache(
     )
 
 
-def step_logits(
-    paged: TriedModel,
-    cache: PagedKVCache,
-    requests: Sequence[Request],
-    slots: Sequence[int] = (),
-) -> Tensor:
-    """Returns logits ``[L, vocab]`` of one step of requests, in the layout of the model's steps.
-
-    ``slots``: of the states of each request.
-    """
+def step_logits(paged: TriedModel, cache: PagedKVCache, requests: Sequence[Request]) -> Tensor:
+    """Returns logits ``[L, vocab]`` of one step of requests, in the layout of the model's steps."""
     width = max(len(request.block_table) for request in requests)
     layout = paged.layout.over(cache.num_blocks, cache.block_size, width)
     plan = layout.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
     step: Any = plan.fill()
-    if slots:
-        padding = [0] * (len(step.seq_lens) - len(slots))
-        step = step._replace(state_slots=torch.tensor([*slots, *padding], dtype=torch.int32))
     device = next(cache.buffers()).device
     moved = type(step)(*(None if field is None else field.to(device) for field in step))
     with torch.no_grad():
@@ -123,7 +112,8 @@ def check_equal(paged: TriedModel, expected: Tensor, *, last_only: bool = False)
     not hide a mistake.
     """
     distance = _distances(paged, expected.dtype, expected, last_only).max().item()
-    if not distance <= (bound := _ROUNDING.get(expected.dtype, _SINGLE)):
+    dtypes = expected.dtype, paged.model.dtype  # of logits, which some models return in float32
+    if not distance <= (bound := max(_ROUNDING.get(dtype, _SINGLE) for dtype in dtypes)):
         raise ModelRefused(
             f"expected a model with the same logits through the paged cache as by itself, got a "
             f"{type(paged.model).__name__} that computes others: they differ by {distance:.1e} of "
@@ -159,16 +149,16 @@ def _distances(
     prompts = _prompts(paged.model).tolist()
     has_states = cache.states is not None
     try:
-        for slots in _STATE_SLOTS if has_states else ((),):
+        for slots in _STATE_SLOTS if has_states else ((0, 0),):
             if cache.states is not None:
                 cache.states.fill_(math.nan)  # a new request does not read its slot
             for start, end in _STATE_STEPS if has_states else _STEPS:
                 first = end - 1 if last_only else start
                 requests = [
-                    Request(prompt[start:end], start, table, num_logits=end - first)
-                    for prompt, table in zip(prompts, _TABLES, strict=True)
+                    Request(prompt[start:end], start, table, end - first, state_slot=slot)
+                    for prompt, table, slot in zip(prompts, _TABLES, slots, strict=True)
                 ]
-                actual.append(step_logits(paged, cache, requests, slots))
+                actual.append(step_logits(paged, cache, requests))
                 plain.append(expected[:, first:end].flatten(0, 1))
         given, compared = torch.cat(actual), torch.cat(plain)
         if given.shape != compared.shape:
