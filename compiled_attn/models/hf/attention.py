@@ -184,7 +184,6 @@ class PagedStep:
         shadow = cache.layer_shadow(layer, step)
         return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales, shadow)
 
-
     def of_module(self, module: Any) -> PagedLayer:
         """Returns the step as the layer of an attention module sees it."""
         number = int(module.layer_idx)

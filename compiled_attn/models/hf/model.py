@@ -29,7 +29,13 @@ from compiled_attn.models.hf.equality import check_equal, check_near, plain_logi
 from compiled_attn.models.hf.layers import call_through, decoder_layers, layer_region, restore
 from compiled_attn.models.hf.recorder import takes_logits_to_keep
 from compiled_attn.models.hf.region_keys import region_keys, relate_sizes, without_numbers
-from compiled_attn.models.hf.shapes import check_fits, check_layout, default_layout, layer_calls, numbers_of
+from compiled_attn.models.hf.shapes import (
+    check_fits,
+    check_layout,
+    default_layout,
+    layer_calls,
+    numbers_of,
+)
 from compiled_attn.models.hf.snapshot import Snapshot
 from compiled_attn.models.hf.states.carrier import StepStates
 from compiled_attn.models.packed import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -226,13 +226,13 @@ def default_layout(cache: PagedKVCache) -> StepLayout:
 
 
 def check_layout(model: PreTrainedModel, cache: PagedKVCache, layout: StepLayout) -> None:
-    """Raises ModelRefused unless steps of the layout have what states need."""
-    if cache.states is not None and not getattr(layout, "has_states", False):
-        raise refusal(
-            model,
-            "with states, on a kernel or device whose steps have no slots for them (use the "
-            "native kernel on one CPU process)",
-        )
+    """Raises ModelRefused if there are states, and the ops or steps of the layout have none."""
+    if cache.states is None:
+        return
+    if model.device.type != "cpu":
+        raise refusal(model, f"with states on {model.device.type}, which are computed on CPUs only")
+    if not getattr(layout, "has_states", False):
+        raise refusal(model, "with states and steps without their slots (use kernel 'native')")
 
 
 def _shapes(calls: Sequence[AttentionCall]) -> list[KVShape]:

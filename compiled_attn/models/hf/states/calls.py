@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from compiled_attn.models.hf.states.carrier import LayerStates, StateRecorder
 
@@ -136,11 +136,11 @@ def _ssd(
     number: int,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803  # the names of the function
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int | None = None,
-    D: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = _NO_LIMIT,
@@ -161,8 +161,8 @@ def _record_ssd(
     number: int,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
     *_: Any,
     **__: Any,
 ) -> None:
@@ -174,10 +174,10 @@ def _scan(
     number: int,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
@@ -200,7 +200,7 @@ def _record_scan(
     number: int,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
+    A: Tensor,
     *_: Any,
     **__: Any,
 ) -> None:

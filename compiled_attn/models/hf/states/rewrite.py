@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 
 from compiled_attn.models.hf.states import calls
 
-__all__ = ["CARRIERS", "Rewritten", "RewriteError", "carrier_name", "is_rewritten", "rewrite", "uses"]
+__all__ = [
+    "CARRIERS",
+    "RewriteError",
+    "Rewritten",
+    "carrier_name",
+    "is_rewritten",
+    "rewrite",
+    "uses",
+]
 
 CARRIERS = ("cache", "past_key_values", "cache_params")
 """How transformers calls the cache argument: since 5.24 the first, before one of the others."""
@@ -110,7 +118,7 @@ def rewrite(function: Callable[..., Any], first: int) -> Rewritten:
     names = {**plain.__globals__, **{_PREFIX + name: call for name, call in _KINDS.items()}}
     names.pop("__name__", None)
     made: dict[str, Any] = {}
-    exec(_compiled(tree, plain, first), names, made)  # noqa: S102  # the source is the model's
+    exec(_compiled(tree, plain, first), names, made)
     forward = made[definition.name]
     forward.__defaults__, forward.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
     return Rewritten(forward, tuple(numbering.found))
@@ -123,7 +131,7 @@ class _Numbering(ast.NodeTransformer):
         self._carrier, self._first = carrier, first
         self.found: list[str] = []
 
-    def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802  # the name of ast
+    def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id in _KINDS:
             number = ast.Constant(self._first + len(self.found))

@@ -1,10 +1,10 @@
-"""Mixers that mix their tokens as those of transformers do, or in ways that no rewrite can serve."""
+"""Mixers that mix tokens as those of transformers do, or in ways that no rewrite can serve."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: object) -> Tensor:

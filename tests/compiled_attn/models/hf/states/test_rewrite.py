@@ -96,7 +96,7 @@ def test_a_forward_that_mixes_tokens_in_another_way_is_refused_with_the_reason(m
 
 def test_a_forward_without_source_is_refused():
     names = {}
-    exec("def forward(self, x, cache=None): return causal_conv1d_fn(x)", names)  # noqa: S102
+    exec("def forward(self, x, cache=None): return causal_conv1d_fn(x)", names)
     with pytest.raises(RewriteError, match="has no source"):
         rewrite(names["forward"], 0)
 

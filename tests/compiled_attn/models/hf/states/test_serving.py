@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ops", "without_gradients")
 
 BLOCKS, SIZE, WIDTH, SLOTS = 16, 4, 6, 5
 TEXTS = [[(7 * i * i + 3 * i + seed) % 120 + 3 for i in range(n)] for seed, n in ((5, 19), (6, 9))]
-TEXTS.append(TEXTS[0][:6] + [9, 8, 7])
+TEXTS.append([*TEXTS[0][:6], 9, 8, 7])
 KINDS = ("lfm2", "qwen3_next", "mamba2", "mamba")
 FAMILIES = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
@@ -163,6 +163,8 @@ def test_a_model_of_states_alone_has_a_cache_without_keys():
 
 # Mistakes that a trial must find.
 
+COUNT = itertools.count()
+
 
 def states_of(change):
     plain = PagedStep.states_of
@@ -187,8 +189,8 @@ def one_slot_for_all(states):
     return replace(states, slots=torch.ones_like(states.slots))
 
 
-def exchanged_slots_of_one_step(states, count=itertools.count()):
-    flipped = states.slots.flip(0) if next(count) % 3 == 0 else states.slots
+def slots_exchanged_at_times(states):
+    flipped = states.slots.flip(0) if next(COUNT) % 3 == 0 else states.slots
     return replace(states, slots=flipped)
 
 
@@ -207,7 +209,7 @@ def no_convolution_state(patch):
 
 MISTAKES = (
     *map(states_of, (lengths_of_the_step, one_slot_for_all, states_that_are_not_stored)),
-    *map(states_of, (reads_what_is_stale, exchanged_slots_of_one_step)),
+    *map(states_of, (reads_what_is_stale, slots_exchanged_at_times)),
     no_convolution_state,
 )
 
@@ -235,7 +237,7 @@ def test_a_cache_of_other_states_is_refused():
 
 def test_a_step_without_slots_is_refused():
     model = small_model("lfm2")
-    with pytest.raises(ModelRefused, match="with states, on a kernel or device whose steps"):
+    with pytest.raises(ModelRefused, match="with states and steps without their slots"):
         PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), PartsLayout(BLOCKS, SIZE))
 
 
