@@ -52,7 +52,7 @@ def test_one_full_graph_serves_all_sizes_of_steps_and_writes_through(traced, nam
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(step_of, backend=counter, fullgraph=True, dynamic=True)
     state, at, outs = layer.state(), 0, []
-    for rows in (7, 9, 2, 16, 3):
+    for rows in (11, 9, 2, 16, 2):  # sizes that were equal once would be taken to be always
         given = layer.tokens(at, at + rows).rows | layer.weights
         given = {name: None if each is None else each.clone() for name, each in given.items()}
         others = [(0, 0, 0)] * (rows % 4 + 1)
