@@ -254,6 +254,8 @@ class PagedCausalLM(nn.Module):
         """Packs weights, unless that changes the logits by more than rounding."""
         has_value = self.cache.stores_value
         absorbed = [expansion_weight(m) for n, m in enumerate(self._attentions) if not has_value(n)]
+        for mixer in () if self._states is None else self._states.mixers:
+            absorbed += mixer.weights_read()
         with contextlib.ExitStack() as trial:
             pack_linears(
                 self.model,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_attn.cache.state_cache import StateShape
@@ -42,6 +42,7 @@ class Mixer(NamedTuple):
         forward: its rewritten forward, a function.
         kinds: the functions that it calls, in order.
         first: number of its first call in the layer.
+        read: names of its modules whose weights it reads.
     """
 
     module: nn.Module
@@ -49,6 +50,12 @@ class Mixer(NamedTuple):
     forward: Callable[..., Any]
     kinds: tuple[str, ...]
     first: int
+    read: tuple[str, ...]
+
+    def weights_read(self) -> list[Tensor]:
+        """Returns the weights that it reads, which therefore must not be packed."""
+        parts = (getattr(self.module, name, None) for name in self.read)
+        return [part.weight for part in parts if isinstance(part, nn.Linear)]
 
 
 class FoundStates(NamedTuple):
@@ -94,10 +101,10 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
             raise refusal(model, f"with {name} outside its decoder layers")
         place = places[module]
         try:
-            made, kinds = rewrite(forward, counts[place])
+            made, kinds, read = rewrite(forward, counts[place])
         except RewriteError as error:
             raise refusal(model, f"with {name}, which {error}") from None
-        mixers.append(Mixer(module, place, made, kinds, counts[place]))
+        mixers.append(Mixer(module, place, made, kinds, counts[place], read))
         counts[place] += len(kinds)
     return tuple(mixers)
 

@@ -65,10 +65,12 @@ class Rewritten(NamedTuple):
     Args:
         forward: called as the one of the class.
         kinds: name of the function of each call, in order.
+        read: names of the modules whose ``weight`` it reads, instead of calling them.
     """
 
     forward: Callable[..., Any]
     kinds: tuple[str, ...]
+    read: tuple[str, ...]
 
 
 def carrier_name(function: Callable[..., Any]) -> str | None:
@@ -121,7 +123,7 @@ def rewrite(function: Callable[..., Any], first: int) -> Rewritten:
     exec(_compiled(tree, plain, first), names, made)
     forward = made[definition.name]
     forward.__defaults__, forward.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
-    return Rewritten(forward, tuple(numbering.found))
+    return Rewritten(forward, tuple(numbering.found), _weights_read(definition))
 
 
 class _Numbering(ast.NodeTransformer):
@@ -163,6 +165,13 @@ def _called(node: ast.AST) -> Iterator[str]:
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and isinstance(each.func, ast.Name):
             yield each.func.id
+
+
+def _weights_read(definition: ast.FunctionDef) -> tuple[str, ...]:
+    """Names ``name`` of all ``self.name.weight``."""
+    read = [each for each in ast.walk(definition) if isinstance(each, ast.Attribute)]
+    owners = [each.value for each in read if each.attr == "weight"]
+    return tuple({each.attr: None for each in owners if isinstance(each, ast.Attribute)})
 
 
 def _strip(definition: ast.FunctionDef) -> None:

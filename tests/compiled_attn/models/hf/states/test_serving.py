@@ -256,3 +256,21 @@ def test_other_states_are_refused_by_name(family, reason):
     model = small_model(family)
     with pytest.raises(ModelRefused, match=reason):
         cache_for(model, BLOCKS, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("family", "rank"), [("mamba", "time_step_rank"), ("jamba", "mamba_dt_rank")]
+)
+def test_weights_that_a_mixer_reads_itself_are_not_packed(family, rank):
+    model = small_model(family, **{rank: 32})
+    expected = expected_of(model)
+    cache = cache_for(model, BLOCKS, SIZE, state_slots=SLOTS)
+    layout = TableLayout(BLOCKS, SIZE, WIDTH, has_states=True)
+    module = PagedCausalLM(
+        model,
+        cache,
+        layout,
+        lambda w: "packed" if w.shape[0] % 16 == w.shape[1] % 32 == 0 else None,
+    )
+    assert module.packed > 2
+    check(module, expected, module)
