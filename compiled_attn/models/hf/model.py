@@ -34,6 +34,7 @@ from compiled_attn.models.hf.shapes import (
     check_layout,
     default_layout,
     layer_calls,
+    numbers_in,
     numbers_of,
 )
 from compiled_attn.models.hf.snapshot import Snapshot
@@ -121,8 +122,9 @@ class PagedCausalLM(nn.Module):
         self._layer_numbers = numbers_of(calls)
         self._region = layer_region(any(call.is_carried for call in calls))
         self._are_regions = all(shape.same_as is None for shape in cache.shapes)
-        self._layers = decoder_layers(model, self._attentions)
-        self._numbers = [self._numbers_in(layer) for layer in self._layers]
+        mixers = [] if self._states is None else [mixer.module for mixer in self._states.mixers]
+        self._layers = decoder_layers(model, [*self._attentions, *mixers])
+        self._numbers = [numbers_in(calls, *each) for each in enumerate(self._layers)]
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         self._cuts_last_layer = self._in_trial = False
         with exact_inputs(model), contextlib.ExitStack() as undo:
@@ -217,11 +219,6 @@ class PagedCausalLM(nn.Module):
             raise ModelChanged(
                 f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
             )
-
-    def _numbers_in(self, layer: nn.Module) -> tuple[int, ...]:
-        """Indices of the attention modules in a layer."""
-        parts = {*layer.modules()}
-        return tuple(number for number, each in enumerate(self._attentions) if each in parts)
 
     def _is_equal_without_numbers(self, expected: Tensor) -> bool:
         with without_numbers(self._layers), contextlib.suppress(ModelRefused):

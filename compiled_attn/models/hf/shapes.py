@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from compiled_attn.cache.kv_cache import KVShape, NearLayers, PagedKVCache
@@ -27,6 +28,7 @@ __all__ = [
     "context_limit",
     "default_layout",
     "layer_calls",
+    "numbers_in",
     "numbers_of",
 ]
 
@@ -216,6 +218,16 @@ def numbers_of(calls: Sequence[AttentionCall]) -> tuple[int, ...] | None:
     """Returns the ``layer_idx`` of each layer of the cache; None: they are equal."""
     numbers = tuple(call.layer or 0 for call in calls)
     return None if numbers == tuple(range(len(calls))) else numbers
+
+
+def numbers_in(calls: Sequence[AttentionCall], place: int, layer: nn.Module) -> tuple[int, ...]:
+    """Returns the layers of the cache whose calls a decoder layer makes."""
+    parts = {*layer.modules()}
+    return tuple(
+        number
+        for number, call in enumerate(calls)
+        if call.module in parts and call.number in (None, place)
+    )
 
 
 def default_layout(cache: PagedKVCache) -> StepLayout:

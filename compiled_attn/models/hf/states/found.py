@@ -82,8 +82,9 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     Raises:
         ModelRefused: a module keeps a state in another way.
     """
+    found = [module for module in model.modules() if uses(type(module).forward)]
     places: dict[nn.Module, int] = {}
-    for place, layer in enumerate(decoder_layers(model)):
+    for place, layer in enumerate(decoder_layers(model, found)):
         places |= dict.fromkeys(layer.modules(), place)
     mixers: list[Mixer] = []
     counts = dict.fromkeys(places.values(), 0)
@@ -152,7 +153,7 @@ def states_of(
     """
     if not mixers:
         return None
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, [mixer.module for mixer in mixers])
     shapes: list[tuple[StateShape, ...]] = [()] * len(layers)
     for mixer in mixers:
         calls = [call for call in recorder.calls if call.module is mixer.module]

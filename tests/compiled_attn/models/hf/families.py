@@ -120,7 +120,11 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "mamba_ngroups": 2,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2},
     "granitemoehybrid": {"layer_types": _HYBRID, "mamba_n_groups": 2},

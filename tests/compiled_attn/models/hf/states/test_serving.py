@@ -28,7 +28,7 @@ KINDS = ("lfm2", "qwen3_next", "mamba2", "mamba")
 FAMILIES = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
     *("kimi_linear", "lara_mini", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5"),
-    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", *KINDS),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "zamba2", *KINDS),
 )
 
 
@@ -87,6 +87,20 @@ def test_chunks_decodes_and_mixed_steps_equal_the_model_without_a_cache(family):
     expected, module = expected_of(small_model(family)), paged(small_model(family))
     for seed in range(2):
         check(module, expected, module, seed)
+
+
+def test_step_sizes_are_limited_in_decodes_as_in_prompts():
+    # `generate` of transformers limits those of prompts only.
+    settings = {"time_step_limit": (0.05, 0.06)}
+    expected = expected_of(small_model("mamba2", **settings))
+    assert not torch.allclose(expected[0], expected_of(small_model("mamba2"))[0], atol=1e-3)
+    module = paged(small_model("mamba2", **settings))
+    check(module, expected, module)
+
+
+def test_layers_that_share_their_attention_have_keys_of_their_own():
+    cache = paged(small_model("zamba2")).cache
+    assert cache.num_layers == 2 and cache.key(0).data_ptr() != cache.key(1).data_ptr()
 
 
 @pytest.mark.parametrize("family", KINDS)
