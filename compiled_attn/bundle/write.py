@@ -39,8 +39,8 @@ _SETTINGS = (
 )  # fmt: skip
 """Settings of the engine that a bundle keeps."""
 _DECIDED = (
-    "num_blocks", "kv_memory", "context", "buckets", "backend", "store", "async_scheduling",
-    "warmup_journal",
+    "num_blocks", "kv_memory", "state_memory", "snapshot_every", "context", "buckets", "backend",
+    "store", "async_scheduling", "warmup_journal",
 )  # fmt: skip
 """Settings that have decided sizes and graphs already."""
 _TEXTS = (
@@ -111,6 +111,8 @@ def _replays_of(executor: LocalExecutor) -> Replays:
         why = f"an engine without {', '.join(others)}, which it cannot have: leave them out"
     elif executor.graphs.report is None:
         why = "an engine after its warmup: call warmup()"
+    elif executor.cache.states is not None:
+        why = "a model without recurrent states, which it does not restore: serve this one without"
     if why or replays is None:
         raise ConfigError(f"a bundle needs {why}")
     return replays
