@@ -29,6 +29,7 @@ from compiled_attn.ops.cpu.kernel_tuning import TuningResult
 from compiled_attn.ops.cpu.prebuilt import prebuilt
 from compiled_attn.ops.cpu.replayer import NativeReplayer
 from compiled_attn.ops.schema import schemas
+from compiled_attn.ops.states.register import FAKES, IN_PYTHON
 from compiled_attn.ops.triton.register import register, why_not
 from graphs.files import digest_of
 
@@ -38,7 +39,7 @@ NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
 
 # Argument errors of C++ begin like this (``arguments.h``).
-_ARGUMENT_ERROR = re.compile(r"paged_attention_?: expected ")
+_ARGUMENT_ERROR = re.compile(r"(paged_attention_?|state_[a-z]+_): expected ")
 
 _log = logging.getLogger(__name__)
 
@@ -340,6 +341,7 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "quantised_swiglu": quantised_linear.reference_swiglu,
     "quantised_rows": quantised_linear.reference_rows,
     "sample_tokens": sampling.reference,
+    **IN_PYTHON,
 }
 _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake, "paged_attention_": _fake_write, "packed_linear": packed_linear.fake,
@@ -347,4 +349,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "packed_rows": packed_linear.fake_rows, "sample_tokens": sampling.fake,
     "quantised_linear": quantised_linear.fake, "quantised_linears": quantised_linear.fake_all,
     "quantised_swiglu": quantised_linear.fake_swiglu, "quantised_rows": quantised_linear.fake_rows,
+    **FAKES,
 }  # fmt: skip

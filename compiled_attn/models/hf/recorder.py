@@ -1,9 +1,12 @@
-"""Records how each layer of a model calls attention, in a forward that computes none."""
+"""Records how each layer of a model calls attention, in a forward that computes none.
+
+Of layers with states it records these, which it computes by the model's own functions.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +15,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from compiled_attn.errors import ModelRefused
 from compiled_attn.models.hf.layers import carrying, decoder_layers
 from compiled_attn.models.hf.refusal import failure, plain_attention
+from compiled_attn.models.hf.states.carrier import StateRecorder
+from compiled_attn.models.hf.states.found import (
+    FoundStates,
+    Mixer,
+    recording,
+    states_of,
+)
 
 __all__ = ["RECORDER_NAME", "AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
 
@@ -72,30 +83,40 @@ class _NoKeywords(ValueError):
     pass
 
 
-def record(model: PreTrainedModel) -> list[AttentionCall]:
-    """Returns the attention calls of the model for three tokens; leaves the model unchanged.
+def record(
+    model: PreTrainedModel, mixers: Sequence[Mixer] = ()
+) -> tuple[list[AttentionCall], FoundStates | None]:
+    """Returns the attention calls of the model for three tokens, and the states of its layers.
+
+    The model is left unchanged. ``mixers``: its modules with states.
 
     Raises:
-        ModelRefused: it fails, or its layers forward neither keywords nor a mask.
+        ModelRefused: it fails, its layers forward neither keywords nor a mask, or a state cannot
+            be served.
     """
-    recorder = Recorder()
+    recorder, states = Recorder(), StateRecorder()
     try:
         with plain_attention(model, RECORDER_NAME), torch.no_grad():
             try:
-                _run(model, recorder)
+                _run(model, recorder, mixers, states)
             except _NoKeywords:
-                recorder = Recorder()
+                recorder, states = Recorder(), StateRecorder()
                 with carrying(decoder_layers(model), _pass_as_mask):
-                    _run(model, recorder)
+                    _run(model, recorder, mixers, states)
+    except ModelRefused:
+        raise
     except Exception as error:
         raise failure(model, f"on {_TOKENS} tokens", error) from error
-    return recorder.calls
+    return recorder.calls, states_of(model, mixers, states)
 
 
-def _run(model: PreTrainedModel, recorder: Recorder) -> None:
+def _run(
+    model: PreTrainedModel, recorder: Recorder, mixers: Sequence[Mixer], states: StateRecorder
+) -> None:
     ids = torch.arange(_TOKENS, device=model.device)
     options = {"logits_to_keep": ids} if takes_logits_to_keep(model) else {}
-    model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **options)
+    with recording(model, mixers, states) as cache:
+        model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **options, **cache)
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:

@@ -36,6 +36,7 @@ KERNELS = (
     "linear/packed_linear.cpp",
     "linear/quantised_linear.cpp",
     "sampling/sample_tokens.cpp",
+    "state/state_ops.cpp",
 )
 """Translation units compiled for an instruction set."""
 UNITS = (*KERNELS, "op.cpp", "replay.cpp", "linear/aten_matmul.cpp")
