@@ -100,7 +100,9 @@ def write_bundle(
 
 def _replays_of(executor: LocalExecutor) -> Replays:
     replays, why = executor.replays, ""
-    if executor.kernel.name != "native" or not isinstance(executor.sizing.layout, TableLayout):
+    if executor.cache.states is not None:
+        why = "a model without recurrent states, which it does not restore: serve this one without"
+    elif executor.kernel.name != "native" or not isinstance(executor.sizing.layout, TableLayout):
         why = f"the native kernel, got {executor.kernel.name}: leave --kernel at auto"
     elif replays is None:
         why = (
@@ -111,8 +113,6 @@ def _replays_of(executor: LocalExecutor) -> Replays:
         why = f"an engine without {', '.join(others)}, which it cannot have: leave them out"
     elif executor.graphs.report is None:
         why = "an engine after its warmup: call warmup()"
-    elif executor.cache.states is not None:
-        why = "a model without recurrent states, which it does not restore: serve this one without"
     if why or replays is None:
         raise ConfigError(f"a bundle needs {why}")
     return replays

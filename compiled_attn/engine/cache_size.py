@@ -150,6 +150,11 @@ class CacheSize:
         )
         if draft is not None:
             own = cache_for(draft, 2, 1, dtype=config.cache_dtype)
+            if own.states is not None:
+                raise ConfigError(
+                    f"expected a draft model whose tokens can be rolled back, got a "
+                    f"{type(draft).__name__}, which has recurrent states: take another one"
+                )
             added = ranks * (own.bytes_per_block // own.block_size) * size
             share = replace(share, block_bytes=share.block_bytes + added)
         if slot.near is not None:

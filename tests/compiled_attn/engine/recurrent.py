@@ -1,7 +1,7 @@
 """A small model with a convolution, a recurrence and attention, and an executor of it in torch.
 
-`Recurrent.tokens_of` computes a text at once in float64; the executor computes steps in float32 from
-slots and blocks, all of which hold NaN at first.
+`Recurrent.tokens_of` computes a text at once in float64; the executor computes steps in float32
+from slots and blocks, all of which hold NaN at first.
 """
 
 from __future__ import annotations

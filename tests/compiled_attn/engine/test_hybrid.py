@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from compiled_attn.engine import SamplingParams
 from tests.compiled_attn.engine.recurrent import BLOCK, NAN_TOKEN, Recurrent, recurrent_engine
@@ -16,6 +17,15 @@ from tests.compiled_attn.engine.small import greedy, prompts_of, rest_of
 from tests.slow import slow_but
 
 MODEL = Recurrent()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are too small to be divided among threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def expected(prompts, count):
