@@ -101,7 +101,10 @@ class LocalExecutor:
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
         near, size, dtype = sizing.near_blocks, sizing.block_size, config.cache_dtype
         with touched_later():  # after the measurements of packing and oneDNN
-            self.cache = cache_for(model, blocks, size, dtype=dtype, near_blocks=near)
+            slots = 2 if sizing.states is None else sizing.states.slots
+            self.cache = cache_for(
+                model, blocks, size, dtype=dtype, near_blocks=near, state_slots=slots
+            )
             packed = packs(model, config, self.kernel)
             self.module = PagedCausalLM(model, self.cache, sizing.layout, packed)
             options = self._backend_options(model)
@@ -162,8 +165,10 @@ class LocalExecutor:
 
     def _copies(self) -> BlockSwap:
         on_cpu = self.module.model.device.type == "cpu"
+        # Without keys there is nothing to copy.
+        nothing = [torch.zeros(self.cache.num_blocks, 1, dtype=torch.uint8)]
         return BlockSwap(
-            self.cache,
+            self.cache if self.cache.num_layers else nothing,
             # Copies are bound by memory: on the CPU eager is as fast as compiled code, which costs
             # a large model seconds of its warmup.
             pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
@@ -182,7 +187,7 @@ class LocalExecutor:
             max(rows, self.config.max_seqs),
             max(each["tokens"] for each in limits),
             sizing.table_width,
-            self.cache.key(0).device,
+            self.cache.device,
         )
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -206,6 +211,11 @@ class LocalExecutor:
     def replays(self) -> Replays | None:
         """Native replays of the graphs; None: there are none."""
         return self._replays
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.copy_states`."""
+        assert self.cache.states is not None
+        self.cache.states.copy(pairs)
 
     def attach(self) -> None:
         """See `Executor.attach`."""

@@ -41,7 +41,7 @@ class StatePool:
         self.max_snapshots = whole("snapshots", snapshots, 0)
         self.num_slots = 1 + self.max_running + self.max_snapshots
         self.positions = np.zeros(self.num_slots, np.int64)
-        self.counts = Counter[str]()
+        self.counts = Counter(saved=0, restored=0, evicted=0)
         self._free = [*range(self.num_slots - 1, 0, -1)]
         self._slot_of: dict[Hashable, int] = {}
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
