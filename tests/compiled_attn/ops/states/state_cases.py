@@ -43,7 +43,9 @@ class Layer:
 
     def to_double(self) -> Layer:
         rows = {name: each.double() for name, each in self.rows.items()}
-        weights = {name: each if each is None else each.double() for name, each in self.weights.items()}
+        weights = {
+            name: each if each is None else each.double() for name, each in self.weights.items()
+        }
         return replace(self, rows=rows, weights=weights, state_dtype=torch.float64)
 
     def state(self, value: float = torch.nan) -> Tensor:
@@ -64,7 +66,9 @@ def concatenated(layers: Sequence[Layer], padding: int = 0) -> Layer:
 
 def tables(requests: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     """Slots, lengths and starts of requests of (rows, tokens after the step, slot)."""
-    rows, lengths, slots = (torch.tensor(each, dtype=torch.int32) for each in zip(*requests))
+    rows, lengths, slots = (
+        torch.tensor(each, dtype=torch.int32) for each in zip(*requests, strict=True)
+    )
     return [slots, lengths, torch.cat([rows.new_zeros(1), rows.cumsum(0)]).int()]
 
 

@@ -61,9 +61,7 @@ def of_ssd(layer: Layer) -> tuple[Tensor, Tensor]:
 
     inputs = {name: each[None] for name, each in layer.rows.items()} | layer.weights
     x, *rest = (inputs[name] for name in layer.order[:-1])
-    out, state = mamba2_chunk_scan(
-        x, *rest, chunk_size=32, D=inputs["D"], return_final_states=True
-    )
+    out, state = mamba2_chunk_scan(x, *rest, chunk_size=32, D=inputs["D"], return_final_states=True)
     return out[0], state[0]
 
 
@@ -93,7 +91,8 @@ def off(got: Tensor, exact: Tensor) -> float:
 def test_float64_is_what_transformers_computes_but_for_its_rounding(name, tokens):
     pytest.importorskip("transformers")
     layer = LAYERS[name](Draw(torch.float32), tokens)
-    for got, expected in zip(TRANSFORMERS[layer.op](layer), alone(None, layer.to_double())):
+    results = TRANSFORMERS[layer.op](layer), alone(None, layer.to_double())
+    for got, expected in zip(*results, strict=True):
         assert got.shape == expected.shape
         if got.numel():  # its chunks sum logarithms of up to 64 decays in float32
             assert off(got, expected) < 1e-4
@@ -106,7 +105,9 @@ def test_the_result_is_that_of_float64(ops, name, dtype):
     for tokens in LENGTHS:
         layer = LAYERS[name](Draw(dtype, tokens), tokens)
         (out, state), (exact, exact_state) = alone(ops, layer), alone(None, layer.to_double())
-        assert out.dtype is (dtype if layer.op in ("state_conv_", "state_delta_") else torch.float32)
+        assert out.dtype is (
+            dtype if layer.op in ("state_conv_", "state_delta_") else torch.float32
+        )
         assert state.dtype is layer.state_dtype
         rounding = torch.finfo(out.dtype).eps * exact.abs()
         if layer.op == "state_conv_":  # rounded before the activation too
