@@ -174,12 +174,12 @@ class PagedStep:
         slots = through(near.slots, cache.get_buffer("near_of"), cache.block_size)
         return replace(self, shadow=shadow, near_shadow=near._replace(slots=slots))
 
-    def of_layer(self, layer: int, *, in_region: bool = True) -> PagedLayer:
-        """Returns the step as a layer of the cache sees it; ``in_region``: packed, if it is."""
+    def of_layer(self, layer: int) -> PagedLayer:
+        """Returns the step as a layer of the cache sees it."""
         cache = self.cache
         value = cache.value(layer) if cache.stores_value(layer) else None
         scales = cache.key_scale(layer), cache.value_scale(layer)
-        windows = self.packed if in_region and self.packed is not None else self.by_window
+        windows = self.by_window if self.packed is None else self.packed
         step = self.near_shadow if cache.is_near(layer) else self.shadow
         shadow = cache.layer_shadow(layer, step)
         return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales, shadow)

@@ -59,13 +59,15 @@ def call_through(
             has_states = states is not None
         if step is None:
             return plain(layer, *args, **kwargs)
+        if has_states:
+            # Not a region, in which torch refuses ops that write to an argument.
+            step = replace(step, regions=None, packed=None)
         if "paged" in kwargs:
             if len(numbers) == 1:
-                kwargs["paged"] = step.of_layer(numbers[0], in_region=not has_states)
+                kwargs["paged"] = step.of_layer(numbers[0])
             elif not numbers and carrier is not None:
                 del kwargs["paged"]
-        # Torch refuses ops that write to an argument in a region.
-        if step.regions is None or has_states:
+        if step.regions is None:
             return plain(layer, *args, **kwargs)
         return region(step.regions[place], layer, *args, **kwargs)
 

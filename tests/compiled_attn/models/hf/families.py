@@ -110,6 +110,14 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "phimoe": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True, "layer_types": _TWO_KINDS},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "reformer": {**_DECODER, "axial_pos_embds": False},
     "roc_bert": {
         **_DECODER,

@@ -24,7 +24,7 @@ FAMILIES = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text"),
     *("jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2"),
     *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    *("qwen4_exp_text", "zamba2"),
+    "zamba2",
 )
 IDS = torch.arange(3, 9).unsqueeze(0)
 

@@ -263,6 +263,7 @@ def test_a_step_without_slots_is_refused():
     ("family", "reason"),
     [
         ("zaya", "with ZayaCCAProjection, which keeps a state by code of its own"),
+        ("qwen4_exp_text", "with layers of type indexed_attention"),
         ("inkling_text", "with InklingAttention that also passes position_bias"),
         ("recurrent_gemma", "with layers of type linear_attention"),
         ("minimax", "with layers of type linear_attention"),
