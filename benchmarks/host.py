@@ -24,8 +24,9 @@ import torch
 from native.against import answer, other_process
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.host_steps import HostSteps
 from compiled_attn.engine.kernel import ChosenKernel
-from compiled_attn.engine.local import HostSteps, LocalExecutor
+from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.step import BatchBuilder, StepLimits, TableLayout
 from graphs import WarmupReport

@@ -17,8 +17,9 @@ from compiled_attn.cache import huge_pages
 from compiled_attn.cache.kv_cache import KVShape, NearLayers, PagedKVCache
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.graph_store import store_of
+from compiled_attn.engine.host_steps import HostSteps
 from compiled_attn.engine.kernel import ChosenKernel
-from compiled_attn.engine.local import HostSteps, LocalExecutor
+from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.sizing import Sizing, StepSize
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops.cpu.isa import available_isas, request_permission

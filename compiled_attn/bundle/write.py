@@ -41,8 +41,8 @@ _SETTINGS = (
 )  # fmt: skip
 """Settings of the engine that a bundle keeps."""
 _DECIDED = (
-    "num_blocks", "kv_memory", "context", "buckets", "backend", "store", "async_scheduling",
-    "warmup_journal",
+    "num_blocks", "kv_memory", "state_memory", "snapshot_every", "context", "buckets", "backend",
+    "store", "async_scheduling", "warmup_journal",
 )  # fmt: skip
 """Settings that have decided sizes and graphs already."""
 _TEXTS = (
@@ -102,7 +102,9 @@ def write_bundle(
 
 def _replays_of(executor: LocalExecutor) -> Replays:
     replays, why = executor.replays, ""
-    if executor.kernel.name != "native" or not isinstance(executor.sizing.layout, TableLayout):
+    if executor.cache.states is not None:
+        why = "a model without recurrent states, which it does not restore: serve this one without"
+    elif executor.kernel.name != "native" or not isinstance(executor.sizing.layout, TableLayout):
         why = f"the native kernel, got {executor.kernel.name}: leave --kernel at auto"
     elif replays is None:
         why = (

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.huge_pages import touched_later
@@ -20,13 +19,13 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
 from compiled_attn.engine.graph_store import store_of
+from compiled_attn.engine.host_steps import HostSteps
 from compiled_attn.engine.kernel import chosen_kernel, packs
 from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.sampler import logits_needed
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.engine.speculation.loading import load_draft
-from compiled_attn.engine.speculation.verify import sampled
 from compiled_attn.models.load import unwrap
 from compiled_attn.ops import load
 from compiled_attn.ops.triton.register import measured_plans
@@ -51,9 +50,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compiled_attn.models.adapters import AdapterPool
-    from compiled_attn.models.hf import PagedCausalLM
 
-__all__ = ["HostSteps", "LocalExecutor", "executor_for"]
+__all__ = ["LocalExecutor", "executor_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +102,10 @@ class LocalExecutor:
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
         near, size, dtype = sizing.near_blocks, sizing.block_size, config.cache_dtype
         with touched_later():  # after the measurements of packing and oneDNN
-            self.cache = cache_for(model, blocks, size, dtype=dtype, near_blocks=near)
+            slots = 2 if sizing.states is None else sizing.states.slots
+            self.cache = cache_for(
+                model, blocks, size, dtype=dtype, near_blocks=near, state_slots=slots
+            )
             packed = packs(model, config, self.kernel)
             self.adapters = adapter_pool(model, config, sizing.buckets)
             self.module = PagedCausalLM(model, self.cache, sizing.layout, packed, self.adapters)
@@ -168,8 +169,10 @@ class LocalExecutor:
 
     def _copies(self) -> BlockSwap:
         on_cpu = self.module.model.device.type == "cpu"
+        # Without keys there is nothing to copy.
+        nothing = [torch.zeros(self.cache.num_blocks, 1, dtype=torch.uint8)]
         return BlockSwap(
-            self.cache,
+            self.cache if self.cache.num_layers else nothing,
             # Copies are bound by memory: on the CPU eager is as fast as compiled code, which costs
             # a large model seconds of its warmup.
             pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
@@ -188,7 +191,7 @@ class LocalExecutor:
             max(rows, self.config.max_seqs),
             max(each["tokens"] for each in limits),
             sizing.table_width,
-            self.cache.key(0).device,
+            self.cache.device,
         )
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -212,6 +215,11 @@ class LocalExecutor:
     def replays(self) -> Replays | None:
         """Native replays of the graphs; None: there are none."""
         return self._replays
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.copy_states`."""
+        assert self.cache.states is not None
+        self.cache.states.copy(pairs)
 
     def attach(self) -> None:
         """See `Executor.attach`."""
@@ -369,25 +377,6 @@ def _executor_of(model: object, config: EngineConfig | None) -> LocalExecutor:
             f"{type(model).__name__}: load one with compiled_attn.models.load_model"
         )
     return LocalExecutor(model, config)
-
-
-class HostSteps:
-    """Runs the steps of a model on the CPU, as `DeviceSteps` does on a device."""
-
-    options: Mapping[str, Any] = {}
-    others: Sequence[WarmupManager] = ()
-
-    def __init__(self, model: PagedCausalLM, adapters: AdapterPool | None = None) -> None:
-        self.module: nn.Module = model
-        self._adapters = adapters
-        self.padding = model.layout.padding
-
-    def launch(self, graphs: WarmupManager, step: PlannedStep) -> list[RowResult]:
-        """See `DeviceSteps.launch`."""
-        if self._adapters is not None:
-            self._adapters.use([each.adapter for each in step.parts.sequences], step.parts.counts)
-        logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
-        return sampled(logits, step.parts, step.plan.rows.logits)
 
 
 def _shorter(step: ScheduledStep) -> ScheduledStep:

@@ -68,7 +68,8 @@ class EngineReport:
     ``restarts`` how often an exception ended a step, after which all running requests were computed
     again. ``torch_features`` has "on", or why it is off, for each optional use of torch's internals
     (`graphs.torch_features`). With ``speculate``, ``drafts`` counts the drafted and the accepted
-    tokens at each place of a draft.
+    tokens at each place of a draft. ``states`` has the slots for recurrent states (`StateSize`) and
+    their bytes, how many snapshots are stored, and how many were saved, restored and evicted.
     """
 
     graphs: int
@@ -110,6 +111,7 @@ class EngineReport:
     torch_features: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    states: dict[str, object] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Returns the report as JSON-able values."""
@@ -169,6 +171,7 @@ class EngineReport:
             replays=sentinel.replays,
             seconds=round(busy, 3),
             drafts=tally.drafts() if tally.longest_draft else {},
+            states=memory.states(),
             buckets=_bucket_rows(steps, tally),
         )
 

@@ -47,6 +47,7 @@ _SIZES: dict[int | float | None, str] = {
 }
 _BY_NAME = {name: size for size, names in _SIZES.items() for name in names.split()}
 
+_HYBRID = ["linear_attention", "full_attention"]
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 _DECODER = {"is_decoder": True}
@@ -91,7 +92,7 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
-    "mamba2": {"expand": 2, "head_dim": 32},
+    "mamba2": {"expand": 2, "head_dim": 32, "n_groups": 2},
     "mllama_text_model": _ENDS,
     "modernbert-decoder": {
         **_ENDS,
@@ -101,12 +102,22 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
         "global_attn_every_n_layers": 2,
     },
     "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "n_groups": 2,
         "mamba_num_heads": 4,
         "mamba_head_dim": 32,
         "moe_shared_expert_intermediate_size": 32,
     },
     "phimoe": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True, "layer_types": _TWO_KINDS},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "reformer": {**_DECODER, "axial_pos_embds": False},
     "roc_bert": {
         **_DECODER,
@@ -117,7 +128,19 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "mamba_ngroups": 2,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    "granitemoehybrid": {"layer_types": _HYBRID, "mamba_n_groups": 2},
+    "kimi_linear": {"layer_types": _HYBRID},
+    "qwen3_next": {"layer_types": _HYBRID},
+    "qwen3_5_text": {"layer_types": _HYBRID},
+    "qwen3_5_moe_text": {"layer_types": _HYBRID},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 
