@@ -74,7 +74,7 @@ def expected():
     ],
     ids=lambda each: " ".join(each) or "plain",
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("mamba2", "qwen3_next"), FAMILIES))
 def test_tokens_are_those_of_generate(family, settings, expected):
     engine = engine_of(family, **settings)
     assert greedy(engine, PROMPTS, NEW) == expected(family)
@@ -233,7 +233,7 @@ def test_an_adapter_of_a_weight_that_a_mixer_reads_itself_is_refused():
 
 
 @pytest.mark.parametrize("settings", [{"weights": "int8"}, {"weights": "int4"}])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("lfm2",), FAMILIES))
 def test_quantised_weights_are_those_of_the_model_itself(family, settings):
     engine = engine_of(family, **settings)
     model = engine.executor.module.model
