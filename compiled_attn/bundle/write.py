@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,7 @@ def write_bundle(
 
 def _replays_of(executor: LocalExecutor) -> Replays:
     replays, why = executor.replays, ""
-    if executor.cache.states is not None:
-        why = "a model without recurrent states, which it does not restore: serve this one without"
-    elif executor.kernel.name != "native" or not isinstance(executor.sizing.layout, TableLayout):
+    if executor.kernel.name != "native" or not isinstance(executor.sizing.layout, TableLayout):
         why = f"the native kernel, got {executor.kernel.name}: leave --kernel at auto"
     elif replays is None:
         why = (
@@ -246,12 +244,22 @@ def _engine_of(executor: LocalExecutor) -> dict[str, Any]:
         "cache": [cache.num_kv_heads, cache.head_dim, cache.has_value],
         "cache_shapes": [[*shape] for shape in cache.shapes],
         "cache_near": cache.near,
-        "cache_dtype": str(cache.dtype).removeprefix("torch."),
+        "cache_dtype": _name_of(cache.dtype),
+        "states": sizing.states and [*astuple(sizing.states)],
+        "state_shapes": cache.states
+        and [
+            [[each.kind, each.shape, _name_of(each.dtype)] for each in layer]
+            for layer in cache.states.shapes
+        ],
         "cache_bytes": sum(each.nbytes for each in cache.buffers()),
         "packed": [module.packed, module.quantised, module.widened, module.formats],
         "model_type": model.config.model_type,
         "generation": {name: getattr(generation, name, None) for name in names},
     }
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_tokenizer(given: Any, plain: PlainTokenizer) -> None:

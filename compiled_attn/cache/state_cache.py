@@ -94,10 +94,13 @@ class StateCache(nn.Module):
             for source, destination in pairs:
                 state[destination].copy_(state[source])
 
-    def fill_(self, value: float) -> None:
-        """Sets every element of every slot, the null slot included."""
+    def fill_(self, value: float, slots: Sequence[int] | None = None) -> None:
+        """Sets every element of some slots; None: of all, the null slot included."""
         for state in self.buffers():
-            state.fill_(value)
+            if slots is None:
+                state.fill_(value)
+            for slot in slots or ():
+                state[slot].fill_(value)
 
     def extra_repr(self) -> str:
         """Sizes, for ``repr``."""

@@ -251,7 +251,9 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
     limit = context_limit(model)
     context = config.context or limit
     if not context:
-        raise ConfigError("expected a context, got none in the model's configuration: set context")
+        raise ConfigError(
+            "expected a context, got none in the model's configuration: set context (--context)"
+        )
     if limit and context > limit:
         raise ConfigError(f"expected context <= {limit} (the model's), got {context}: lower it")
     return int(context)

@@ -56,6 +56,11 @@ class StatePool:
         return len(self._slot_of) < self.max_running
 
     @property
+    def free(self) -> tuple[int, ...]:
+        """Slots that hold neither states of a request nor a snapshot."""
+        return (*self._free,)
+
+    @property
     def num_snapshots(self) -> int:
         """Number of snapshots that can be found."""
         return len(self._snapshots)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_attn.bundle.write import write_bundle
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, cache_size
 from compiled_attn.engine.cache_size import CacheSize, StateSize
 from compiled_attn.engine.sizing import Sizing
@@ -117,15 +116,6 @@ def test_several_ranks_and_the_portable_kernel_are_refused_by_name(hybrid):
 def test_a_draft_model_with_states_is_refused(hybrid):
     with pytest.raises(ConfigError, match=r"draft model .* Lfm2ForCausalLM, which has recurrent"):
         Sizing.of(tiny_model(), EngineConfig(context=64), TableLayout, draft=hybrid)
-
-
-@pytest.mark.usefixtures("ops")
-def test_a_bundle_of_a_model_with_states_is_refused(tmp_path):
-    sizes = {"max_tokens_per_step": 8, "max_seqs": 2, "num_blocks": 20, "max_graphs": 2}
-    config = EngineConfig(**sizes, block_size=4, context=40, backend="eager")
-    engine = Engine(small_model("lfm2"), config)
-    with pytest.raises(ConfigError, match="a model without recurrent states"):
-        write_bundle(engine.executor, None, tmp_path / "bundle", "tiny")
 
 
 @pytest.mark.parametrize("given", [{"state_memory": 0}, {"snapshot_every": 3}])
