@@ -1,7 +1,6 @@
 """Generated tokens per second of hybrid models: our engine beside `generate` of transformers.
 
-    PYTHONPATH=benchmarks python benchmarks/hybrid.py [--model lfm2-350m] [--requests 10]
-                                                      [--trace FILE] [--rounds 3] [--threads 2]
+    python benchmarks/hybrid.py [--model lfm2-350m] [--requests 10] [--trace FILE] [--rounds 3]
 
 A checkpoint of drawn weights with the shape of a published one, and the first requests of the
 trace, each with its own output length, greedy. `generate` serves one request at a time, and padded
@@ -66,7 +65,7 @@ def drawn(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def ours(model: PreTrainedModel, tokens: int, context: int) -> tuple[Engine, Serve]:
+def ours(model: PreTrainedModel, tokens: int, context: int) -> Serve:
     """A warm engine of the inductor backend."""
     engine = Engine(
         model,
@@ -81,7 +80,7 @@ def ours(model: PreTrainedModel, tokens: int, context: int) -> tuple[Engine, Ser
         results = engine.generate([prompt for prompt, _ in requests], params)
         return [list(each.tokens) for each in sorted(results, key=lambda each: each.index)]
 
-    return engine, serve
+    return serve
 
 
 def in_batches(model: PreTrainedModel, size: int) -> Serve:
@@ -147,9 +146,9 @@ def main() -> None:
     )
     print(f"# generate_batch: {refusal(drawn(options.model, dtype), options.tokens)}", flush=True)
     longest = max(a.prompt_tokens + a.output_tokens for a in arrivals)
-    _, serve = ours(drawn(options.model, dtype), options.tokens, -(-longest // 256) * 256)
+    context = -(-longest // 256) * 256
     systems = {
-        "ours": serve,
+        "ours": ours(drawn(options.model, dtype), options.tokens, context),
         "generate": in_batches(plain, 1),
         f"generate, batches of {options.batch}": in_batches(plain, options.batch),
     }

@@ -12,8 +12,8 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +141,8 @@ def surveys() -> dict[str, Survey]:
 
 def page(found: Mapping[str, Survey]) -> str:
     """The page of some surveys, in the order of its columns."""
-    lines = [_INTRODUCTION, "| transformers | families | equal | refused | wrong |", "|---" * 5 + "|"]
+    heads = ["transformers", "families", *_HEADINGS]
+    lines = [_INTRODUCTION, f"| {_joined(heads)} |", "|---" * len(heads) + "|"]
     for version, survey in found.items():
         counts = survey.counts()
         lines.append(f"| {version} | {sum(counts.values())} | {_joined(counts.values())} |")
