@@ -25,7 +25,7 @@ def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ())
 
     ``attentions``: modules that must be in them, as a vision tower may have as many layers.
     """
-    count = model.config.get_text_config().num_hidden_layers
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     required = set(attentions)
     fitting = (part for part in lists if len(part) == count and required <= {*part.modules()})
