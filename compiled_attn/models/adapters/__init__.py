@@ -8,11 +8,6 @@ from compiled_attn.models.adapters.peft_model import PeftAdapters
 from compiled_attn.models.adapters.pool import AdapterPool, bytes_of_slots
 
 __all__ = [
-    "Adapter",
-    "AdapterPool",
-    "LoraWeight",
-    "PeftAdapters",
-    "adapter_of",
-    "bytes_of_slots",
+    "Adapter", "AdapterPool", "LoraWeight", "PeftAdapters", "adapter_of", "bytes_of_slots",
     "read_adapter",
-]
+]  # fmt: skip
