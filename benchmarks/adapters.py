@@ -1,6 +1,6 @@
 """What adapters cost: a decode step of 16 requests, each with its own, over one without any.
 
-    PYTHONPATH=benchmarks python benchmarks/adapters.py [--threads 1] [--rounds 5] [--large] [--peft]
+    PYTHONPATH=benchmarks python benchmarks/adapters.py [--threads] [--rounds] [--large] [--peft]
 
 Both engines serve the same weights in bfloat16 and take turns. Drawn adapters: their numbers do
 not change the time. ``--large`` adds a drawn model of 1.1 billion parameters, ``--peft`` a step of
