@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,13 +26,20 @@ from graphs.errors import quoted
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from compiled_attn.engine.local import LocalExecutor
-
 __all__ = [
     "NamedAdapters", "ServedAdapter", "adapter_pool", "executor_with_adapters", "with_adapters",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
+
+
+class _HasAdapters(Protocol):
+    adapters: AdapterPool | None
+
+    def close(self) -> None: ...
+
+
+Made = TypeVar("Made", bound=_HasAdapters)
 
 
 def adapter_pool(
@@ -87,8 +94,8 @@ def with_adapters(
 def executor_with_adapters(
     model: Any,
     config: EngineConfig | None,
-    executor_of: Callable[[object, EngineConfig | None], LocalExecutor],
-) -> LocalExecutor:
+    executor_of: Callable[[object, EngineConfig | None], Made],
+) -> Made:
     """Makes the executor of a model; plain LoRA of a ``PeftModel`` is moved to slots.
 
     What has no slots (other methods, layers outside the decoder, devices) stays in the layers.
@@ -107,9 +114,9 @@ def executor_with_adapters(
 
 def _in_slots(
     given: PeftAdapters,
-    executor_of: Callable[[object, EngineConfig | None], LocalExecutor],
+    executor_of: Callable[[object, EngineConfig | None], Made],
     config: EngineConfig,
-) -> LocalExecutor:
+) -> Made:
     with contextlib.ExitStack() as undo:
         undo.enter_context(given.removed())
         executor = executor_of(given.model, config)
