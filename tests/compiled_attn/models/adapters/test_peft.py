@@ -34,6 +34,14 @@ def wrapped(model: nn.Module, *configs: peft.LoraConfig) -> peft.PeftModel:
     return whole
 
 
+def drawn_model(family: str) -> nn.Module:
+    """A model whose layers count: with the usual embeddings Gemma repeats the last token."""
+    model = small_model(family).eval()
+    if family == "gemma3_text":
+        model.get_input_embeddings().weight.data.mul_(0.02)
+    return model
+
+
 def sampling(name: str | None) -> SamplingParams:
     return SamplingParams(max_new_tokens=NEW, ignore_eos=True, adapter=name)
 
@@ -47,7 +55,7 @@ def served(engine: Engine, prompts: list[list[int]], names: list[str | None]) ->
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_sixteen_adapters_of_one_step_give_the_tokens_of_generate_one_by_one(family, tmp_path):
     prompts = prompts_of(2, longest=20, vocab=100)
-    whole = wrapped(small_model(family).eval(), *(lora(seed) for seed in range(16)))
+    whole = wrapped(drawn_model(family), *(lora(seed) for seed in range(16)))
     whole.save_pretrained(tmp_path)
     names = [f"a{number}" for number in range(16)]
     expected = []
@@ -57,9 +65,9 @@ def test_sixteen_adapters_of_one_step_give_the_tokens_of_generate_one_by_one(fam
         for name in names:
             whole.set_adapter(name)
             expected.append(plain_generate(whole, prompt, NEW))
-    assert len({tuple(each) for each in expected}) > 3
+    assert len({tuple(each) for each in expected}) > 16
     engine = small_engine(
-        small_model(family), max_adapters=16, max_seqs=34, max_tokens_per_step=256, **NO_PAGES
+        drawn_model(family), max_adapters=16, max_seqs=34, max_tokens_per_step=256, **NO_PAGES
     )
     for name in names:
         engine.adapters.add(name, tmp_path / name)
