@@ -109,6 +109,8 @@ def _replays_of(executor: LocalExecutor) -> Replays:
             f"backend inductor on the CPU, got {executor.config.backend_name}: leave --backend and "
             "--device out"
         )
+    elif executor.adapters is not None:
+        why = "a model without adapters, got slots for them: merge one into the model"
     elif others := _other_settings(executor.config):
         why = f"an engine without {', '.join(others)}, which it cannot have: leave them out"
     elif executor.graphs.report is None:

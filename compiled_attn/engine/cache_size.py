@@ -12,6 +12,7 @@ from torch import nn
 from compiled_attn.cache.blocks.window import most_held
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.models.adapters import bytes_of_slots
 from compiled_attn.models.packed import weight_bytes
 from compiled_attn.ops.packed_linear import BITS_OF
 from graphs.capture.memory import free_bytes, machine_bytes
@@ -119,7 +120,8 @@ class CacheSize:
         The default is four times the weights, but at least 256 MiB; at most half of the free
         memory, and at most what `max_seqs` requests of full context fill; one such request always
         fits. Half of the free memory is rounded down to a power of two, so that it is the same at
-        the next start: captured graphs depend on the size of the cache. On an accelerator, which
+        the next start: captured graphs depend on the size of the cache. What the slots of adapters
+        will take is not free. On an accelerator, which
         nothing else uses, it is four fifths of the free memory, in 64ths of the total.
 
         Args:
@@ -250,6 +252,8 @@ def _budgets(
 ) -> Iterator[tuple[int, str]]:
     device = _device_of(model)
     free, total = free_bytes(device), machine_bytes(device)
+    if free is not None:
+        free = max(0, free - _adapter_bytes(model, config))
     amount = "" if free is None else f"of {free / 2**30:.1f} GiB free"
     if device.type != "cpu" and free is not None and total is not None:
         part = max(1, total // 64)
@@ -272,13 +276,22 @@ def _refuse_beyond_memory(
 ) -> None:
     """Checks before the allocation, as the system would promise more memory than there is."""
     available = memory_for(model)
-    if available is not None and needed > available:
+    if available is None:
+        return
+    available = max(0, available - _adapter_bytes(model, config))
+    if needed > available:
         raise ConfigError(
             f"not enough memory: expected a KV cache of at most {available:,} bytes, which this "
             f"machine has, got {needed:,} bytes for {blocks} blocks of {config.block_size} "
             "tokens: lower num_blocks (--num-blocks), kv_memory (--kv-memory), block_size or the "
             "context"
         )
+
+
+def _adapter_bytes(model: nn.Module, config: EngineConfig) -> int:
+    itemsize = next(model.parameters()).element_size()
+    rank, targets = config.max_adapter_rank, config.adapter_targets
+    return bytes_of_slots(model, config.max_adapters, rank, targets, itemsize)
 
 
 def _device_of(model: nn.Module) -> torch.device:

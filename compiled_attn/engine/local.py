@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.huge_pages import touched_later
 from compiled_attn.cache.slot_shadow import SlotShadow
-from compiled_attn.engine.adapters import adapter_pool
+from compiled_attn.engine.adapters import adapter_pool, executor_with_adapters
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
@@ -26,7 +26,6 @@ from compiled_attn.engine.sampler import logits_needed
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.engine.speculation.loading import load_draft
-from compiled_attn.models.load import unwrap
 from compiled_attn.ops import load
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
@@ -359,13 +358,14 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
         ConfigError: the executor was made with another configuration; or see `LocalExecutor`.
         TypeError: it is neither a model nor an executor.
     """
-    executor = model if hasattr(model, "attach") else _executor_of(unwrap(model), config)
-    if config is not None and config != executor.config:
+    if not hasattr(model, "attach"):
+        return executor_with_adapters(model, config, _executor_of)
+    if config is not None and config != model.config:
         raise ConfigError(
             "expected the configuration that the executor was made with, got another one: "
             "leave it out"
         )
-    return executor
+    return model
 
 
 def _executor_of(model: object, config: EngineConfig | None) -> LocalExecutor:

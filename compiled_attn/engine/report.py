@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -69,7 +70,9 @@ class EngineReport:
     again. ``torch_features`` has "on", or why it is off, for each optional use of torch's internals
     (`graphs.torch_features`). With ``speculate``, ``drafts`` counts the drafted and the accepted
     tokens at each place of a draft. ``states`` has the slots for recurrent states (`StateSize`) and
-    their bytes, how many snapshots are stored, and how many were saved, restored and evicted.
+    their bytes, how many snapshots are stored, and how many were saved, restored and evicted. With
+    ``max_adapters``, ``adapters`` has the slots, their rank and bytes, and the open requests of
+    each adapter.
     """
 
     graphs: int
@@ -112,6 +115,7 @@ class EngineReport:
     ranks: int = 1
     drafts: dict[str, list[int]] = field(default_factory=dict)
     states: dict[str, object] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Returns the report as JSON-able values."""
@@ -129,6 +133,7 @@ class EngineReport:
         preemptions: int,
         restarts: int,
         steps_ahead: int,
+        adapters: dict[str, Any],
     ) -> EngineReport:
         """Collects the report from the parts of an engine, see its attributes."""
         made, sizing, stats = executor.report(), executor.sizing, memory.stats()
@@ -172,6 +177,7 @@ class EngineReport:
             seconds=round(busy, 3),
             drafts=tally.drafts() if tally.longest_draft else {},
             states=memory.states(),
+            adapters=adapters,
             buckets=_bucket_rows(steps, tally),
         )
 
