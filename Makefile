@@ -16,6 +16,8 @@ CHAT ?=
 PEERS ?=
 # Versions of torch that `make test-torch` tries, or all, e.g. make test-torch TORCH=2.15.0
 TORCH ?= all
+# Version of transformers that `make families` tries; by default the installed one.
+TRANSFORMERS ?=
 # Environment of vLLM's tests, made once.
 VLLM_VENV ?= $(VENV)-vllm
 # Environment that builds the kernels of a wheel, with the oldest supported torch; made once.
@@ -34,7 +36,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Tests start hundreds of processes; without bytecode each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers docs-benchmarks soak mutation wheel clean
+.PHONY: help run chat test test-all test-torch test-vllm families lint format bench bench-peers docs-benchmarks soak mutation wheel clean
 .NOTPARALLEL:
 
 help:
@@ -44,6 +46,7 @@ help:
 	@echo "make test-all   the same with every test this machine can run"
 	@echo "make test-torch TORCH=X  the main job and the tests on that torch, or on all; installs up to 25 GB"
 	@echo "make test-vllm  vLLM on the CPU with our attention, in an environment of its own; installs 3 GB"
+	@echo "make families TRANSFORMERS=X  every model family of that transformers, compared with generate"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
 	@echo "make bench      the benchmarks behind docs/benchmarks.md"
@@ -83,6 +86,15 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	@$(PIP) wheel --no-deps -w $(VLLM_VENV)/wheel .
 	@$(VLLM_VENV)/bin/python -m pip install -qq --no-deps --force-reinstall $(VLLM_VENV)/wheel/*.whl
 	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -q -m vllm tests/vllm_backend tests/compiled_attn/testing/fuzz/test_vllm_cpu.py
+
+# Another version is put before that of the environment, whose other packages it shares.
+families: $(VENV)/.installed-dev $(if $(TRANSFORMERS),$(VENV)-transformers-$(TRANSFORMERS)/.installed)
+	PYTHONPATH=$(if $(TRANSFORMERS),$(abspath $(VENV)-transformers-$(TRANSFORMERS)):)$(PYTHONPATH) \
+		$(BIN)/python -m tests.compiled_attn.models.hf.survey
+
+$(VENV)-transformers-%/.installed:
+	@$(PIP) install --no-deps --upgrade --target $(@D) transformers==$*
+	@touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -71,9 +71,17 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 def _torch_versions() -> str:
     lines = (RESULTS / "torch_versions.md").read_text().splitlines()
-    table = [line for line in lines if line.startswith("|")]
+    table = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    heads, _, *rows = [[cell.strip() for cell in row] for row in table]
+    columns = {head: [row[n] for row in rows] for n, head in enumerate(heads)}
+    shared = {head: cells[0] for head, cells in columns.items() if len({*cells}) == 1}
+    own = {head: cells for head, cells in columns.items() if head not in shared}
+    place = ", ".join(
+        f"{head} {cell}" if head == "transformers" else cell for head, cell in shared.items()
+    )
     below = "`make test-torch TORCH=all`: the main job with an empty store, then from the store."
-    return "\n".join(["## Which versions of torch?", *table, "", below, ""])
+    body = _table([*own], [*zip(*own.values(), strict=True)])
+    return "\n".join(["## Which versions of torch?", *body, "", f"{below} {place}.", ""])
 
 
 if __name__ == "__main__":

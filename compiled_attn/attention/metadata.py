@@ -58,6 +58,9 @@ class UnifiedMetadata:
         - seq_lens: ``[R]`` ints, tokens of each request with those of this step; 0 for padding
         - query_start_loc: ``[R + 1]`` ints, rows of T of each request, as a running sum
 
+    Layers with a recurrent state need the table layout and:
+        - state_slots: ``[R]`` int32, slot of the state of each request; 0 for padding
+
     A step whose keys are on several ranks has table layout:
         - ranks: the ranks; ``block_tables`` and ``seq_lens`` then describe the keys of earlier
           steps on this rank, and ``slot_mapping`` points into null block 0 for new tokens stored
@@ -92,6 +95,7 @@ class UnifiedMetadata:
     query_start_loc: Tensor | None = None
     ranks: KeyRanks | None = None
     segment: int | None = None
+    state_slots: Tensor | None = None
 
     @property
     def by_request(self) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from compiled_attn.bundle.folder import WEIGHTS, Bundle, BundleError, BundleMisfit
 from compiled_attn.cache import huge_pages
 from compiled_attn.cache.kv_cache import KVShape, NearLayers, PagedKVCache
+from compiled_attn.cache.state_cache import StateCache, StateShape
+from compiled_attn.engine.cache_size import StateSize
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.graph_store import store_of
 from compiled_attn.engine.host_steps import HostSteps
@@ -64,7 +66,12 @@ class BundleExecutor(LocalExecutor):
         assert ops.build is not None
         # Another copy of the same library would register the ops again.
         loaded = {own: ops.build.library}
-        layout = TableLayout(engine["num_blocks"], engine["block_size"], engine["width"])
+        layout = TableLayout(
+            engine["num_blocks"],
+            engine["block_size"],
+            engine["width"],
+            has_states=engine["states"] is not None,
+        )
         self.sizing = _sizing_of(engine, layout)
         self.cache = _cache_of(bundle, engine)
         self.module = cast("Any", BundledModel(engine, self.cache, layout))
@@ -234,6 +241,7 @@ def _sizing_of(engine: Mapping[str, Any], layout: TableLayout) -> Sizing:
         window=engine["window"],
         near_window=engine["near"][0],
         near_blocks=engine["near"][1],
+        states=engine["states"] and StateSize(*engine["states"]),
     )
 
 
@@ -258,4 +266,13 @@ def _cache_of(bundle: Bundle, engine: Mapping[str, Any]) -> PagedKVCache:
             has_value=has_value,
             shapes=shapes,
             near=near and NearLayers(tuple(near[0]), near[1], near[2]),
+            states=engine["states"] and _states_of(engine["state_shapes"], engine["states"]),
         )
+
+
+def _states_of(shapes: Sequence[Sequence[Sequence[Any]]], size: Sequence[int]) -> StateCache:
+    layers = [
+        [StateShape(kind, tuple(sizes), getattr(torch, dtype)) for kind, sizes, dtype in layer]
+        for layer in shapes
+    ]
+    return StateCache(layers, StateSize(*size).slots)

@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ _SETTINGS = (
 )  # fmt: skip
 """Settings of the engine that a bundle keeps."""
 _DECIDED = (
-    "num_blocks", "kv_memory", "context", "buckets", "backend", "store", "async_scheduling",
-    "warmup_journal",
+    "num_blocks", "kv_memory", "state_memory", "snapshot_every", "context", "buckets", "backend",
+    "store", "async_scheduling", "warmup_journal",
 )  # fmt: skip
 """Settings that have decided sizes and graphs already."""
 _TEXTS = (
@@ -109,6 +109,8 @@ def _replays_of(executor: LocalExecutor) -> Replays:
             f"backend inductor on the CPU, got {executor.config.backend_name}: leave --backend and "
             "--device out"
         )
+    elif executor.adapters is not None:
+        why = "a model without adapters, got slots for them: merge one into the model"
     elif others := _other_settings(executor.config):
         why = f"an engine without {', '.join(others)}, which it cannot have: leave them out"
     elif executor.graphs.report is None:
@@ -244,12 +246,22 @@ def _engine_of(executor: LocalExecutor) -> dict[str, Any]:
         "cache": [cache.num_kv_heads, cache.head_dim, cache.has_value],
         "cache_shapes": [[*shape] for shape in cache.shapes],
         "cache_near": cache.near,
-        "cache_dtype": str(cache.dtype).removeprefix("torch."),
+        "cache_dtype": _name_of(cache.dtype),
+        "states": sizing.states and [*astuple(sizing.states)],
+        "state_shapes": cache.states
+        and [
+            [[each.kind, each.shape, _name_of(each.dtype)] for each in layer]
+            for layer in cache.states.shapes
+        ],
         "cache_bytes": sum(each.nbytes for each in cache.buffers()),
         "packed": [module.packed, module.quantised, module.widened, module.formats],
         "model_type": model.config.model_type,
         "generation": {name: getattr(generation, name, None) for name in names},
     }
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_tokenizer(given: Any, plain: PlainTokenizer) -> None:

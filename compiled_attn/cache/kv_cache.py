@@ -13,6 +13,7 @@ from compiled_attn.arguments import whole
 from compiled_attn.cache import huge_pages
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
 from compiled_attn.cache.slot_shadow import LayerShadow, SlotShadow, StepShadow
+from compiled_attn.cache.state_cache import StateCache
 
 __all__ = [
     "KVShape",
@@ -63,7 +64,7 @@ class PagedKVCache(nn.Module):
     pages if the system supports them.
 
     Args:
-        num_layers: layers with keys (> 0).
+        num_layers: layers with keys (> 0, or >= 0 with ``states``).
         num_blocks: blocks of each layer including the null block (>= 2).
         block_size: slots in a block (> 0).
         num_kv_heads: key/value heads (> 0).
@@ -77,6 +78,7 @@ class PagedKVCache(nn.Module):
         window: tokens that a token sees in any layer, itself included, if all have a sliding
             window; None: all before it.
         near: layers with blocks of their own; None: all have the same.
+        states: recurrent states of layers that have some.
 
     Raises:
         ValueError: a size is too small; the number of ``shapes`` is not ``num_layers``; ``same_as``
@@ -113,9 +115,10 @@ class PagedKVCache(nn.Module):
         shapes: Sequence[KVShape] | None = None,
         window: int | None = None,
         near: NearLayers | None = None,
+        states: StateCache | None = None,
     ) -> None:
         super().__init__()
-        self.num_layers = whole("num_layers", num_layers, 1)
+        self.num_layers = whole("num_layers", num_layers, 1 if states is None else 0)
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
         self.num_kv_heads = whole("num_kv_heads", num_kv_heads, 1)
@@ -123,6 +126,7 @@ class PagedKVCache(nn.Module):
         self.has_value = has_value
         self.window = None if window is None else whole("window", window, 1)
         self.is_quantised = dtype in QUANTISED
+        self._given_dtype = dtype
         alike = KVShape(num_kv_heads, head_dim, head_dim if has_value else None)
         self.shapes = tuple([alike] * num_layers if shapes is None else shapes)
         _check_shapes(self.shapes, num_layers)
@@ -134,6 +138,7 @@ class PagedKVCache(nn.Module):
         for layer, shape in enumerate(self.shapes):
             if shape.same_as is None:
                 self._allocate(layer, shape, dtype, device)
+        self.states = states
 
     def _allocate(
         self, layer: int, shape: KVShape, dtype: torch.dtype, device: torch.device | str | None
@@ -176,7 +181,7 @@ class PagedKVCache(nn.Module):
                 self._buffers.pop(f"tag_{layer}", None)
             elif shape.same_as is None:
                 tags = (self.blocks_of(layer), self.block_size)
-                zeros = torch.zeros(tags, dtype=torch.int32, device=self.key(0).device)
+                zeros = torch.zeros(tags, dtype=torch.int32, device=self.device)
                 self.register_buffer(f"tag_{layer}", zeros, persistent=False)
         self.shadow = shadow
 
@@ -229,8 +234,13 @@ class PagedKVCache(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the buffers."""
-        return self.key(0).dtype
+        """Element type of keys and values."""
+        return self.key(0).dtype if self.num_layers else self._given_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffers."""
+        return next(self.buffers()).device
 
     @property
     def bytes_per_block(self) -> int:

@@ -105,6 +105,7 @@ class ModelOptions:
     block_size: int = setting("block_size")
     num_blocks: int | None = setting("num_blocks")
     kv_memory: str | None = setting("kv_memory", metavar="SIZE")
+    state_memory: str | None = setting("state_memory", metavar="SIZE")
     kv_dtype: str = setting("kv_dtype")
 
 

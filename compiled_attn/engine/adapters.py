@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -15,14 +18,28 @@ from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.request_state import RequestState
 from compiled_attn.errors import AdapterError
-from compiled_attn.models.adapters import Adapter, AdapterPool, read_adapter
+from compiled_attn.models.adapters import Adapter, AdapterPool, PeftAdapters, read_adapter
+from compiled_attn.models.load import unwrap
 from graphs import BucketSpace
 from graphs.errors import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["NamedAdapters", "ServedAdapter", "adapter_pool", "with_adapters"]
+__all__ = [
+    "NamedAdapters", "ServedAdapter", "adapter_pool", "executor_with_adapters", "with_adapters",
+]  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+
+class _HasAdapters(Protocol):
+    adapters: AdapterPool | None
+
+    def close(self) -> None: ...
+
+
+Made = TypeVar("Made", bound=_HasAdapters)
 
 
 def adapter_pool(
@@ -35,7 +52,7 @@ def adapter_pool(
     """
     if not config.max_adapters:
         return None
-    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+    if not _can_have_adapters(model):
         raise ConfigError(
             f"expected a model of float32 or bfloat16 on the CPU with max_adapters "
             f"{config.max_adapters}, got {model.dtype} on {model.device.type}: merge the adapter "
@@ -43,6 +60,10 @@ def adapter_pool(
         )
     rows = max(bucket["tokens"] for bucket in buckets)
     return AdapterPool(config.max_adapters, config.max_adapter_rank, config.adapter_targets, rows)
+
+
+def _can_have_adapters(model: PreTrainedModel) -> bool:
+    return model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16)
 
 
 def with_adapters(
@@ -68,6 +89,44 @@ def with_adapters(
         max_adapter_rank=rank,
         adapter_targets=tuple(sorted(targets)),
     ), read
+
+
+def executor_with_adapters(
+    model: Any,
+    config: EngineConfig | None,
+    executor_of: Callable[[object, EngineConfig | None], Made],
+) -> Made:
+    """Makes the executor of a model; plain LoRA of a ``PeftModel`` is moved to slots.
+
+    What has no slots (other methods, layers outside the decoder, devices) stays in the layers.
+    """
+    given = PeftAdapters.of(model)
+    base = unwrap(model)
+    if given is None or not _can_have_adapters(base):
+        return executor_of(base, config)
+    sized, _ = with_adapters(config or EngineConfig(), given.adapters)
+    try:
+        return _in_slots(given, executor_of, sized)
+    except AdapterError as error:
+        _log.warning("the PeftModel's adapters stay in its layers: %s", error)
+        return executor_of(base, config)
+
+
+def _in_slots(
+    given: PeftAdapters,
+    executor_of: Callable[[object, EngineConfig | None], Made],
+    config: EngineConfig,
+) -> Made:
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(given.removed())
+        executor = executor_of(given.model, config)
+        assert executor.adapters is not None
+        try:
+            executor.adapters.take(given, undo)
+        except AdapterError:
+            executor.close()
+            raise
+        return executor
 
 
 class ServedAdapter(NamedTuple):
@@ -102,7 +161,8 @@ class NamedAdapters:
 
     Requests name theirs in `SamplingParams.adapter`. Tokens of requests with others, or without
     one, do not change. A slot is free if it has no name and no open request uses it, so nothing has
-    to be released when a request ends.
+    to be released when a request ends. Those of a ``PeftModel`` are added at once: requests that
+    name none use the one that was active there, until it is removed.
 
     Args:
         pool: of the executor; None: it has none.
@@ -112,11 +172,25 @@ class NamedAdapters:
     def __init__(self, pool: AdapterPool | None, requests: Mapping[int, RequestState]) -> None:
         self._pool, self._requests = pool, requests
         self._by_name: dict[str, ServedAdapter] = {}
+        given = None if pool is None else pool.given
+        self._default = None if given is None else given.default
+        for name, adapter in ({} if given is None else given.adapters).items():
+            self.add(name, adapter)
 
     @property
     def names(self) -> list[str]:
         """Names of the adapters, in the order in which they were added."""
         return [*self._by_name]
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the slots, their rank and bytes, and the open requests of each adapter."""
+        pool = self._pool
+        if pool is None:
+            return {}
+        slots = Counter(each.adapter for each in self._requests.values())
+        requests = {name: slots[each.slot] for name, each in self._by_name.items()}
+        sizes = {"slots": pool.slots - 1, "rank": pool.max_rank, "bytes": pool.nbytes}
+        return {**sizes, "requests": requests}
 
     def add(self, name: str, source: str | Path | Adapter) -> None:
         """Adds an adapter.
@@ -163,13 +237,13 @@ class NamedAdapters:
         del self._by_name[name]
 
     def of(self, name: str | None) -> ServedAdapter:
-        """Returns the adapter of a request; for no name that of slot 0.
+        """X.
 
         Raises:
             ConfigError: there is no adapter of that name.
         """
         if name is None:
-            return _NONE
+            return self._by_name.get(self._default or "", _NONE)
         if (found := self._by_name.get(name)) is None:
             raise self._unknown(name)
         return found

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 
 from compiled_attn.cache.blocks import BlockPool, BlockTable, PoolStats
 from compiled_attn.cache.blocks.grouped import GroupedPool
+from compiled_attn.cache.blocks.hybrid import HybridPool
 from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.executor import COPIES, Executor
+from compiled_attn.engine.executor import COPIES, Executor, PlannedStep
 from compiled_attn.step import RequestTable
 
 __all__ = ["BlockMemory", "StepTables"]
@@ -69,7 +70,9 @@ class StepTables:
             self._rows.remove(request_id)
         if not self._rows.num_free:
             self._close_up()
-        self._rows.add(request_id)
+        pool = self._pool
+        slot = pool.states.slot(request_id) if isinstance(pool, HybridPool) else 0
+        self._rows.add(request_id, state_slot=slot)
 
     def _close_up(self) -> None:
         for gone in [each for each in self._seen if each not in self._pool]:
@@ -97,12 +100,28 @@ class BlockMemory:
         self._renew(self._new_pool(), None)
 
     def settle(self) -> None:
-        """Defragments a bounded number of blocks before a step, if that is due.
+        """Copies states to and from snapshots before a step, and defragments a bounded number of
+        blocks, if that is due.
 
         Tables read before are stale afterwards.
         """
+        if isinstance(self.pool, HybridPool) and (pairs := self.pool.states.pending()):
+            self._executor.copy_states(pairs)
+            self.pool.states.copied()
         if self.defragmenter is not None and self.defragmenter.is_due:
             self.defragmenter.defragment()
+
+    def begin(self, step: PlannedStep) -> None:
+        """Notes which recurrent states a step computes, just before it is launched.
+
+        Raises:
+            RuntimeError: a request would continue from states that are not its own.
+        """
+        if isinstance(self.pool, HybridPool):
+            parts = step.parts
+            requests = (sequence.request_id for sequence in parts.sequences)
+            slots = step.plan.rows.state_slots
+            self.pool.states.advance(requests, slots, parts.starts, parts.counts)
 
     def reset(self) -> None:
         """Replaces the pool by an empty one; works in any state that an exception left.
@@ -138,6 +157,16 @@ class BlockMemory:
             **{f"defrag_{name}": n for name, n in (asdict(moved) if moved else {}).items()},
         }
 
+    def states(self) -> dict[str, object]:
+        """Returns sizes of the slots for states and counts of snapshots, for the report; empty
+        without states.
+        """
+        size, pool = self._executor.sizing.states, self.pool
+        if size is None or not isinstance(pool, HybridPool):
+            return {}
+        figures = {**asdict(size), "slots": size.slots, "bytes": size.bytes}
+        return {**figures, "stored": pool.states.num_snapshots, **pool.states.counts}
+
     def _stats_if_whole(self) -> PoolStats | None:
         try:
             return self.stats()
@@ -153,11 +182,18 @@ class BlockMemory:
         defragmenter = self._new_defragmenter(pool)
         if defragmenter is not None and self.defragmenter is not None:
             defragmenter.totals = self.defragmenter.totals
+        before = getattr(self, "pool", None)
+        if isinstance(pool, HybridPool) and isinstance(before, HybridPool):
+            pool.states.counts.update(before.states.counts)
         self._past, self.pool, self._tables, self.defragmenter = past, pool, tables, defragmenter
 
     def _new_pool(self) -> BlockPool:
         sizing = self._executor.sizing
         key, sizes = self._config.prefix_key, (sizing.num_blocks, sizing.block_size)
+        if (states := sizing.states) is not None:
+            every = states.snapshot_every
+            slots = {"running": states.running, "snapshots": states.snapshots}
+            return HybridPool(*sizes, key=key, **slots, snapshot_every=every)
         if sizing.near_window is None or sizing.near_blocks is None:
             return BlockPool(*sizes, key=key, window=sizing.window)
         return GroupedPool(

@@ -81,6 +81,18 @@ class EngineConfig:
         "Store keys and values in int8 or fp8 (e4m3), with a scale for each token and head, or "
         "auto: in the model's dtype.",
     )
+    state_memory: int | str | None = setting(
+        None,
+        "Memory for snapshots of recurrent states, from which requests with a cached prefix "
+        "continue: bytes, or a size such as 2GiB; 0: none; by default that of max_seqs requests, "
+        "or less where memory is scarce. Only for models with such states.",
+    )
+    snapshot_every: int | None = setting(
+        None,
+        "Blocks of a prompt between snapshots, at which its steps end; by default those of a whole "
+        "step.",
+        least=1,
+    )
     context: int | None = setting(
         None, "Longest prompt plus generation; by default the model's.", least=2
     )
@@ -189,6 +201,14 @@ class EngineConfig:
         return None if self.kv_memory is None else byte_size("kv_memory", self.kv_memory)
 
     @property
+    def state_bytes(self) -> int | None:
+        """`state_memory` in bytes."""
+        given = self.state_memory
+        if given is None or str(given).strip() == "0":
+            return None if given is None else 0
+        return byte_size("state_memory", given)
+
+    @property
     def speculation(self) -> Speculation | None:
         """`speculate`, parsed."""
         return Speculation.of(self.speculate)
@@ -230,6 +250,7 @@ class EngineConfig:
                 f"expected num_blocks or kv_memory, got both, {self.num_blocks} and "
                 f"{self.kv_memory!r}: leave one of them out"
             )
+        _ = self.state_bytes  # raises if it is no size
         Speculation.of(self.speculate)
         if self.same_bits:
             _check_same_bits(self)

@@ -275,11 +275,9 @@ class Engine:
         """Reports what happened since the engine was made."""
         return EngineReport.of(
             *(self.executor, self.memory, self.tally, self.sentinel, self.warmup_report),
-            prompt_tokens=self.prompt_tokens,
-            preemptions=self.scheduler.preemptions,
-            restarts=self.restarts,
-            steps_ahead=self._steps.ahead,
-        )
+            prompt_tokens=self.prompt_tokens, preemptions=self.scheduler.preemptions,
+            restarts=self.restarts, steps_ahead=self._steps.ahead, adapters=self.adapters.figures(),
+        )  # fmt: skip
 
     def check(
         self,

@@ -94,6 +94,10 @@ class Executor(Protocol):
     def copies(self) -> BlockSwap:
         """Copies blocks of the cache."""
 
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies recurrent states, ``(source, destination)`` slots one after another; only with
+        `Sizing.states`."""
+
     @property
     def near_of(self) -> NDArray[np.int32]:
         """The near block of each block ``[num_blocks]``, which the pool updates between launches;

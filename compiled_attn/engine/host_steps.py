@@ -1,4 +1,4 @@
-"""Runs steps on the CPU."""
+"""Runs the steps of a model on the CPU."""
 
 from __future__ import annotations
 

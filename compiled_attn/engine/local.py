@@ -15,7 +15,7 @@ from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.cache.huge_pages import touched_later
 from compiled_attn.cache.slot_shadow import SlotShadow
 from compiled_attn.engine import same_bits
-from compiled_attn.engine.adapters import adapter_pool
+from compiled_attn.engine.adapters import adapter_pool, executor_with_adapters
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, PlannedStep
@@ -27,7 +27,6 @@ from compiled_attn.engine.sampler import logits_needed
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.engine.speculation.loading import load_draft
-from compiled_attn.models.load import unwrap
 from compiled_attn.ops import load
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
@@ -105,8 +104,15 @@ class LocalExecutor:
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
         near, size, dtype = sizing.near_blocks, sizing.block_size, config.cache_dtype
         with touched_later():  # after the measurements of packing and oneDNN
+            slots = 2 if sizing.states is None else sizing.states.slots
             self.cache = cache_for(
-                model, blocks, size, dtype=dtype, near_blocks=near, latents=not config.same_bits
+                model,
+                blocks,
+                size,
+                dtype=dtype,
+                near_blocks=near,
+                state_slots=slots,
+                latents=not config.same_bits,
             )
             packed = packs(model, config, self.kernel)
             self.adapters = adapter_pool(model, config, sizing.buckets)
@@ -172,8 +178,10 @@ class LocalExecutor:
 
     def _copies(self) -> BlockSwap:
         on_cpu = self.module.model.device.type == "cpu"
+        # Without keys there is nothing to copy.
+        nothing = [torch.zeros(self.cache.num_blocks, 1, dtype=torch.uint8)]
         return BlockSwap(
-            self.cache,
+            self.cache if self.cache.num_layers else nothing,
             # Copies are bound by memory: on the CPU eager is as fast as compiled code, which costs
             # a large model seconds of its warmup.
             pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
@@ -192,7 +200,7 @@ class LocalExecutor:
             max(rows, self.config.max_seqs),
             max(each["tokens"] for each in limits),
             sizing.table_width,
-            self.cache.key(0).device,
+            self.cache.device,
         )
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -216,6 +224,11 @@ class LocalExecutor:
     def replays(self) -> Replays | None:
         """Native replays of the graphs; None: there are none."""
         return self._replays
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.copy_states`."""
+        assert self.cache.states is not None
+        self.cache.states.copy(pairs)
 
     def attach(self) -> None:
         """See `Executor.attach`."""
@@ -357,13 +370,14 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
         ConfigError: the executor was made with another configuration; or see `LocalExecutor`.
         TypeError: it is neither a model nor an executor.
     """
-    executor = model if hasattr(model, "attach") else _executor_of(unwrap(model), config)
-    if config is not None and config != executor.config:
+    if not hasattr(model, "attach"):
+        return executor_with_adapters(model, config, _executor_of)
+    if config is not None and config != model.config:
         raise ConfigError(
             "expected the configuration that the executor was made with, got another one: "
             "leave it out"
         )
-    return executor
+    return model
 
 
 def _executor_of(model: object, config: EngineConfig | None) -> LocalExecutor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -68,7 +69,10 @@ class EngineReport:
     ``restarts`` how often an exception ended a step, after which all running requests were computed
     again. ``torch_features`` has "on", or why it is off, for each optional use of torch's internals
     (`graphs.torch_features`). With ``speculate``, ``drafts`` counts the drafted and the accepted
-    tokens at each place of a draft.
+    tokens at each place of a draft. ``states`` has the slots for recurrent states (`StateSize`) and
+    their bytes, how many snapshots are stored, and how many were saved, restored and evicted. With
+    ``max_adapters``, ``adapters`` has the slots, their rank and bytes, and the open requests of
+    each adapter.
     """
 
     graphs: int
@@ -110,6 +114,8 @@ class EngineReport:
     torch_features: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    states: dict[str, object] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Returns the report as JSON-able values."""
@@ -127,6 +133,7 @@ class EngineReport:
         preemptions: int,
         restarts: int,
         steps_ahead: int,
+        adapters: dict[str, Any],
     ) -> EngineReport:
         """Collects the report from the parts of an engine, see its attributes."""
         made, sizing, stats = executor.report(), executor.sizing, memory.stats()
@@ -169,6 +176,8 @@ class EngineReport:
             replays=sentinel.replays,
             seconds=round(busy, 3),
             drafts=tally.drafts() if tally.longest_draft else {},
+            states=memory.states(),
+            adapters=adapters,
             buckets=_bucket_rows(steps, tally),
         )
 

@@ -329,7 +329,12 @@ class Scheduler:
         for each, and others take ``rows`` of the ``max_seqs`` rows of a step.
         """
         most = max(1, self.max_seqs - rows) if sequence.scores_prompt else room
-        return min(sequence.remaining, room, most)
+        count = min(remaining := sequence.remaining, room, most)
+        if count < 2:
+            return count
+        start = sequence.computed
+        end = self.pool.chunk_end(start, start + count, is_last=count == remaining)
+        return end - start
 
     def _whole_blocks(self, length: int) -> int:
         """Rounds up to whole blocks, so that a decode asks the pool once a block."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from compiled_attn.cache.blocks.window import most_held
-from compiled_attn.engine.cache_size import CacheSize, memory_for
+from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.engine.cache_size import CacheSize, StateSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.step import ModelWork, PartsLayout, StepLayout, StepLimits, TableLayout
 from compiled_attn.step.divided import BlockShare
@@ -107,6 +108,7 @@ class Sizing:
         near_window: the same of the windowed layers, where they have blocks of their own
             (`NearLayers`): the table layout, of a model that also has others. None: none have.
         near_blocks: blocks of these layers, null block included.
+        states: slots for recurrent states, where the model has some.
     """
 
     context: int
@@ -122,6 +124,7 @@ class Sizing:
     window: int | None = None
     near_window: int | None = None
     near_blocks: int | None = None
+    states: StateSize | None = None
 
     @staticmethod
     def of(
@@ -152,11 +155,15 @@ class Sizing:
             model, 2, 1, dtype=config.cache_dtype, near_blocks=near_blocks,
             latents=not config.same_bits,
         )  # fmt: skip
-        cache = CacheSize.of(model, config, context, ranks, slot, step.tokens, draft, most_near)
+        states = _states(model, config, slot, step.tokens, layout, ranks)
+        cache = CacheSize.of(
+            model, config, context, ranks, slot, step.tokens, draft, most_near, states
+        )
         num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
         window = slot.window if ranks == 1 else None
         limits = step_limits(config, step.tokens, context, num_blocks, window)
-        steps = layout(num_blocks, config.block_size, -(-context // config.block_size))
+        sizes = num_blocks, config.block_size, -(-context // config.block_size)
+        steps = layout(*sizes) if states is None else TableLayout(*sizes, has_states=True)
         if config.same_bits and isinstance(steps, TableLayout):
             steps = replace(steps, segment=SEGMENT)
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
@@ -178,6 +185,7 @@ class Sizing:
             window,
             slot.near.window if slot.near else None,
             cache.near_blocks if slot.near else None,
+            states,
         )
         sizing._refuse_steps_beyond_memory(model)
         return sizing
@@ -208,6 +216,40 @@ class Sizing:
                 )
 
 
+def _states(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    slot: PagedKVCache,
+    step: int,
+    layout: LayoutType,
+    ranks: int,
+) -> StateSize | None:
+    name, given = type(model).__name__, ("state_memory", "snapshot_every")
+    if slot.states is None:
+        if unused := [each for each in given if getattr(config, each) is not None]:
+            raise ConfigError(
+                f"expected a model with recurrent states for {' and '.join(unused)}, got a {name}, "
+                "which has none: leave them out"
+            )
+        return None
+    expected = got = ""
+    if config.speculate is not None:
+        expected, got = "no speculate, as states cannot be rolled back", repr(config.speculate)
+    elif config.backend_name == "onnxrt":
+        expected, got = "a backend that captures ops on states", "onnxrt"
+    elif ranks > 1:
+        expected, got = "one process", f"{ranks} ranks"
+    elif model.device.type != "cpu":
+        expected, got = "the CPU, which alone has ops on states", str(model.device)
+    elif layout is not TableLayout:
+        expected, got = "the native kernel", "the portable one"
+    if expected:
+        raise ConfigError(
+            f"a {name} has recurrent states, which need {expected}: got {got}, leave that out"
+        )
+    return StateSize.of(model, config, slot.states.bytes_per_slot, step)
+
+
 def step_limits(
     config: EngineConfig, most: int, context: int, num_blocks: int, window: int | None = None
 ) -> StepLimits:
@@ -225,7 +267,9 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
     limit = context_limit(model)
     context = config.context or limit
     if not context:
-        raise ConfigError("expected a context, got none in the model's configuration: set context")
+        raise ConfigError(
+            "expected a context, got none in the model's configuration: set context (--context)"
+        )
     if limit and context > limit:
         raise ConfigError(f"expected context <= {limit} (the model's), got {context}: lower it")
     return int(context)

@@ -229,6 +229,7 @@ class StepRunner:
     def _launch(self, step: PlannedStep | None) -> tuple[PlannedStep, Sequence[RowResult]] | None:
         if step is None:
             return None
+        self._memory.begin(step)
         if self.watch is None:
             return step, self._executor.launch(step)
         self.watch.before(step, self._memory.pool)

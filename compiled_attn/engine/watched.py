@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NoReturn
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from compiled_attn.cache.blocks import BlockPool, BlockTable
 from compiled_attn.cache.blocks.grouped import GroupedPool
+from compiled_attn.cache.blocks.hybrid import HybridPool
 from compiled_attn.cache.blocks.window import blocks_before
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine.config import ConfigError
@@ -27,7 +29,8 @@ class StepWatch:
     """Fills the shadow before each step, checks the step after it, and poisons freed blocks.
 
     The expected tags come from the requests and the block tables of the pool, never from the
-    tensors of the step.
+    tensors of the step. Slots of recurrent states have no tags: those that hold no state are
+    poisoned, and `StatePool.advance` checks whose and of how many tokens the others are.
 
     Args:
         cache: a cache with a shadow.
@@ -40,6 +43,7 @@ class StepWatch:
         self._clean = np.ones(cache.num_blocks, np.bool_)  # not written since it was freed
         self._pool: BlockPool | None = None
         self._exchanges = 0
+        self._poisoned: set[int] = set()  # slots of states
         self._seen: dict[Hashable, tuple[BlockTable, int]] = {}  # block table, number of its blocks
         self._ledger = Ledger(
             cache.shadow, self._tags, cache.num_blocks, self._is_free, near=self._near_tags
@@ -72,6 +76,15 @@ class StepWatch:
         self._clean &= self._free
         self._reset(np.flatnonzero(self._free & ~self._clean))
         self._clean |= self._free
+        if isinstance(pool, HybridPool):
+            self._poison_states(pool, parts)
+
+    def _poison_states(self, pool: HybridPool, parts: Sequence[StepTokens]) -> None:
+        assert self._cache.states is not None
+        unused = {0, *pool.states.free}
+        unused |= {pool.states.slot(part.request) for part in parts if not part.start}
+        self._cache.states.fill_(math.nan, sorted(unused - self._poisoned))
+        self._poisoned = unused & {0, *pool.states.free}  # the others are written now
 
     def before(self, step: PlannedStep, pool: BlockPool) -> None:
         """Sets what the step is expected to read and write.

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops import lora, packed_linear, quantised_linear, reference, sampling
 from compiled_attn.ops.cpu.build import Build, build, build_part
 from compiled_attn.ops.cpu.calibration import load_or_calibrate, load_or_calibrate_16bit
 from compiled_attn.ops.cpu.isa import available_isas, request_permission
@@ -35,6 +34,7 @@ from compiled_attn.ops.cpu.parts import (
 )
 from compiled_attn.ops.cpu.prebuilt import prebuilt
 from compiled_attn.ops.cpu.replayer import NativeReplayer
+from compiled_attn.ops.in_python import FAKES, IN_PYTHON
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 from graphs.files import digest_of
@@ -46,7 +46,7 @@ NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
 
 # Argument errors of C++ begin like this (``arguments.h``).
-_ARGUMENT_ERROR = re.compile(r"paged_attention_?: expected ")
+_ARGUMENT_ERROR = re.compile(r"(paged_attention_?|state_[a-z]+_): expected ")
 
 _log = logging.getLogger(__name__)
 
@@ -305,7 +305,7 @@ def _register(
     if ops.build is None:
         for name, schema in schemas().items():
             fragment.define(schema)
-            fragment.impl(name, _IN_PYTHON[name], "CPU")
+            fragment.impl(name, IN_PYTHON[name], "CPU")
     elif namespace == NAMESPACE:
         native = getattr(torch.ops, namespace)
         library, divided = ops.build.library, ops.build.is_divided
@@ -317,7 +317,7 @@ def _register(
 
 
 def _register_fakes(fragment: torch.library.Library, namespace: str) -> None:
-    for name, fake in _FAKES.items():
+    for name, fake in FAKES.items():
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
 
 
@@ -367,34 +367,3 @@ def _load_library(isa: str, namespace: str, options: Mapping[str, Any]) -> Build
     if made.is_divided:
         call_when_missing(made, _provide)
     return made
-
-
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: Any) -> Any:
-    tokens, heads = query.shape[:2]
-    out = query.new_empty(tokens, heads, value_cache.shape[3])
-    return out, query.new_empty(tokens, heads, dtype=torch.float32)
-
-
-def _fake_write(query: Tensor, key: Tensor, value: Tensor, *caches: Any, **_: Any) -> Any:
-    return _fake(query, *caches)
-
-
-_IN_PYTHON: dict[str, Callable[..., Any]] = {
-    "paged_attention": reference.paged_attention,
-    "paged_attention_": reference.paged_attention_,
-    "packed_linear": packed_linear.reference, "packed_linears": packed_linear.reference_all,
-    "packed_swiglu": packed_linear.reference_swiglu, "packed_rows": packed_linear.rows,
-    "quantised_linear": quantised_linear.reference,
-    "quantised_linears": quantised_linear.reference_all,
-    "quantised_swiglu": quantised_linear.reference_swiglu,
-    "quantised_rows": quantised_linear.reference_rows,
-    "add_lora": lora.reference, "sample_tokens": sampling.reference,
-}  # fmt: skip
-_FAKES: dict[str, Callable[..., Any]] = {
-    "paged_attention": _fake, "paged_attention_": _fake_write, "packed_linear": packed_linear.fake,
-    "packed_linears": packed_linear.fake_all, "packed_swiglu": packed_linear.fake_swiglu,
-    "packed_rows": packed_linear.fake_rows, "sample_tokens": sampling.fake,
-    "quantised_linear": quantised_linear.fake, "quantised_linears": quantised_linear.fake_all,
-    "quantised_swiglu": quantised_linear.fake_swiglu, "quantised_rows": quantised_linear.fake_rows,
-    "add_lora": lora.fake,
-}  # fmt: skip

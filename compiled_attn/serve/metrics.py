@@ -140,8 +140,12 @@ class _EngineCollector(_QuietCollector):
             "graphs": ("Captured buckets.", report.graphs),
             "graphs_loaded": ("Of these, from the store.", report.graphs_loaded),
         }
+        if report.adapters:
+            gauges["adapter_slots"] = "Slots for adapters.", report.adapters["slots"]
         for name, (text, value) in gauges.items():
             yield self._family(GaugeMetricFamily, name, text, {"": value})
+        text, by_name = "Open requests of each adapter.", report.adapters.get("requests", {})
+        yield self._family(GaugeMetricFamily, "adapter_requests", text, by_name, "adapter")
         failed = report.failed_requests
         tokens = {
             "prompt": report.prompt_tokens,

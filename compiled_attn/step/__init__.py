@@ -20,7 +20,7 @@ from compiled_attn.step.metadata import AttentionMetadata
 from compiled_attn.step.parts import StepBatch, StepPlan
 from compiled_attn.step.parts_layout import PartsLayout
 from compiled_attn.step.requests import Request, RequestTable
-from compiled_attn.step.tables import TableBatch, TableLayout, TablePlan
+from compiled_attn.step.tables import StateTableBatch, TableBatch, TableLayout, TablePlan
 
 __all__ = [
     "AttentionMetadata",
@@ -31,6 +31,7 @@ __all__ = [
     "PartsLayout",
     "Request",
     "RequestTable",
+    "StateTableBatch",
     "StepBatch",
     "StepLayout",
     "StepLimits",

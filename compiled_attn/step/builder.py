@@ -130,6 +130,7 @@ class BatchBuilder:
             num_logits,
             prefill,
             np.array(tokens, np.int64),
+            table.state_slots[at],
             table.in_place(at, self.num_blocks),
         )
 
@@ -149,6 +150,7 @@ class BatchBuilder:
             np.array([request.num_logits for request in requests], np.int64),
             np.array([request.is_prefill for request in requests], np.bool_),
             np.concatenate([np.asarray(request.tokens, np.int64) for request in requests]),
+            np.array([request.state_slot for request in requests], np.int64),
         )
 
     def _rows(
@@ -161,6 +163,7 @@ class BatchBuilder:
         logits: Ints,
         is_prefill: NDArray[np.bool_],
         tokens: Ints,
+        state_slots: Ints,
         in_place: NDArray[np.int32] | None = None,
     ) -> StepRows:
         _check_lengths(held * self.block_size, context, query, logits, len(tokens))
@@ -186,6 +189,7 @@ class BatchBuilder:
             tokens,
             positions,
             slots,
+            state_slots,
             in_place,
             unread,
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
 from compiled_attn.step.requests import Ints, StepRows, block_tables, padded
-from compiled_attn.step.tables import TableBatch, TableLayout, TablePlan
+from compiled_attn.step.tables import StateTableBatch, TableBatch, TableLayout, TablePlan
 
 __all__ = ["BlockShare", "DividedTableLayout"]
 
@@ -50,7 +50,10 @@ class BlockShare:
 
 
 class DividedPlan(TablePlan):
-    """A step of which a rank reads the earlier tokens that it stores."""
+    """A step of which a rank reads the earlier tokens that it stores.
+
+    Lengths and tables of its batches are of the tokens before the step.
+    """
 
     def __init__(
         self, rows: StepRows, used: Ints, share: BlockShare, block_size: int, width: int | None
@@ -58,9 +61,8 @@ class DividedPlan(TablePlan):
         super().__init__(rows, used, width)
         self._share, self._block_size = share, block_size
 
-    def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
-        """See `TablePlan.fill`; lengths and tables are of the tokens before this step."""
-        batch = super().fill(bucket, width)
+    def _fill(self, bucket: Mapping[str, int] | None, width: int | None) -> TableBatch:
+        batch = super()._fill(bucket, width)
         tokens, (requests, columns) = len(batch.slot_mapping), batch.block_tables.shape
         tables, lengths = self._earlier(requests, columns)
         return batch._replace(
@@ -111,12 +113,14 @@ class DividedTableLayout(TableLayout):
         checked = super(DividedTableLayout, self).plan(rows)
         return DividedPlan(rows, checked.used, self.share, self.block_size, self.width)
 
-    def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
+    def metadata(self, batch: TableBatch | StateTableBatch, block_size: int) -> UnifiedMetadata:
         """See `TableBatch.metadata`."""
         ranks = KeyRanks(self.group, self.share.count)
         return replace(batch.metadata(block_size), ranks=ranks)
 
-    def logits_metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+    def logits_metadata(
+        self, batch: TableBatch | StateTableBatch, block_size: int
+    ) -> UnifiedMetadata | None:
         """None: the lengths are of earlier tokens alone."""
         return None
 

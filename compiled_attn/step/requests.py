@@ -44,6 +44,7 @@ class Request:
             prompt).
         prompt_len: tokens of its prompt: the step is a prefill while ``context_len`` is below.
             None: it is a prefill with several new tokens or without context.
+        state_slot: slot of its recurrent states; 0: it has none.
     """
 
     tokens: Sequence[int] | Ints
@@ -51,6 +52,7 @@ class Request:
     block_table: Sequence[int] | Ints
     num_logits: int = 1
     prompt_len: int | None = None
+    state_slot: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -61,7 +63,8 @@ class Request:
 
 
 class RequestTable:
-    """Block tables of the running requests in one array, which is updated from step to step.
+    """Block tables of the running requests in one array, which is updated from step to step, and
+    the slots of their recurrent states, 0 without.
 
     A decode step changes at most one entry per request, so updates are cheap and a step is built
     without Python work per block.
@@ -76,12 +79,15 @@ class RequestTable:
             raise ValueError(f"expected sizes of at least 1, got {max_requests} and {max_blocks}")
         self.blocks = np.zeros((max_requests, max_blocks), np.int32)
         self.lengths = np.zeros(max_requests, np.int64)
+        self.state_slots = np.zeros(max_requests, np.int64)
         self._rows: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
         self._in_place = in_place
         self._lowest, self._highest = 1, 1  # ids ever written
 
-    def add(self, request_id: Hashable, blocks: Sequence[int] | Ints = ()) -> int:
+    def add(
+        self, request_id: Hashable, blocks: Sequence[int] | Ints = (), state_slot: int = 0
+    ) -> int:
         """Assigns a row to a request and returns it.
 
         Raises:
@@ -96,6 +102,7 @@ class RequestTable:
         row = self._free.pop()
         self._rows[request_id] = row
         self.blocks[row, : self.lengths[row]] = self.lengths[row] = 0
+        self.state_slots[row] = state_slot
         self.extend(request_id, blocks)
         return row
 
@@ -143,7 +150,8 @@ class RequestTable:
         """Moves the rows of requests to the front, in order."""
         order = sorted(self._rows, key=self._rows.__getitem__)
         rows, count = self.rows(order), len(order)
-        self.blocks[:count], self.lengths[:count] = self.blocks[rows], self.lengths[rows]
+        for each in (self.blocks, self.lengths, self.state_slots):
+            each[:count] = each[rows]
         used = len(self.lengths) - int((self.lengths[::-1] > 0).argmax())
         self.blocks[count:used] = self.lengths[count:used] = 0
         self._rows = {each: row for row, each in enumerate(order)}
@@ -186,10 +194,11 @@ class StepRows(NamedTuple):
     Request i's block table is ``blocks[base[i] : base[i] + held[i]]``, followed by arbitrary values
     up to the length of the longest. ``in_place``, if not None, has the tables in its first R rows,
     padded with null block 0. ``unread`` counts leading blocks that are before the sliding windows
-    of all layers, and may be null; None: there are no windows.
+    of all layers, and may be null; None: there are no windows. ``state_slots`` are those of
+    recurrent states, 0 without.
 
-    Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row, unread
-    ``[R]``; tokens, positions, slots ``[T]``.
+    Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row,
+    state_slots, unread ``[R]``; tokens, positions, slots ``[T]``.
     """
 
     blocks: NDArray[np.int32]
@@ -203,6 +212,7 @@ class StepRows(NamedTuple):
     tokens: Ints
     positions: Ints
     slots: Ints
+    state_slots: Ints
     in_place: NDArray[np.int32] | None
     unread: Ints | None = None
 

@@ -25,7 +25,7 @@ from compiled_attn.step.requests import (
 )
 from graphs import BucketSpace, explicit
 
-__all__ = ["SHARED", "TableBatch", "TableLayout", "TablePlan"]
+__all__ = ["SHARED", "StateTableBatch", "TableBatch", "TableLayout", "TablePlan"]
 
 SHARED = ((64, 8), (2, 2))
 """Buckets of all ladders with segments, whose one graph is compiled for the first of them."""
@@ -115,27 +115,71 @@ class TableBatch(NamedTuple):
         )
 
 
+class StateTableBatch(NamedTuple):
+    """A `TableBatch` of a model with recurrent states.
+
+    Shape:
+        - state_slots: ``[R]`` int32, slot of the states of each request; 0: padding
+        - the others: see `TableBatch`
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    logits_index: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    state_slots: Tensor
+
+    @classmethod
+    def padding(cls, bucket: Mapping[str, int], width: int) -> StateTableBatch:
+        """See `TableBatch.padding`."""
+        tables = TableBatch.padding(bucket, width)
+        return cls(*tables, torch.zeros_like(tables.seq_lens))
+
+    def metadata(self, block_size: int) -> UnifiedMetadata:
+        """See `TableBatch.metadata`."""
+        return replace(TableBatch(*self[:-1]).metadata(block_size), state_slots=self.state_slots)
+
+    def logits_metadata(self, block_size: int) -> UnifiedMetadata:
+        """See `TableBatch.logits_metadata`; for layers without states."""
+        return TableBatch(*self[:-1]).logits_metadata(block_size)
+
+
 class TablePlan:
     """A planned step in tables, which can be padded to any bucket that holds it.
 
     Args:
         width: default width of the tables; None: that of the longest request.
+        has_states: see `TableLayout`.
     """
 
-    def __init__(self, rows: StepRows, used: Ints, width: int | None = None) -> None:
-        self.rows, self.used = rows, used
+    def __init__(
+        self, rows: StepRows, used: Ints, width: int | None = None, *, has_states: bool = False
+    ) -> None:
+        self.rows, self.used, self._has_states = rows, used, has_states
         # A bucket has as many rows of logits as requests.
         requests = max(len(rows.query), int(rows.logits.sum()))
         self.need = {"tokens": len(rows.tokens), "requests": requests}
         self._widest = int(used.max())
         self._width = self._widest if width is None else width
 
-    def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
+    def fill(
+        self, bucket: Mapping[str, int] | None = None, width: int | None = None
+    ) -> TableBatch | StateTableBatch:
         """Pads the step to a bucket and to tables of ``width`` blocks; None: to its need.
 
         Raises:
             ValueError: the bucket or the width is too small.
         """
+        tables = self._fill(bucket, width)
+        if not self._has_states:
+            return tables
+        slots = padded(self.rows.state_slots, len(tables.seq_lens)).int()
+        return StateTableBatch(*tables, slots)
+
+    def _fill(self, bucket: Mapping[str, int] | None, width: int | None) -> TableBatch:
         count = len(self.used)
         sizes = {**(bucket or self.need), "width": self._width if width is None else width}
         check_holds(sizes, {**self.need, "width": self._widest})
@@ -167,6 +211,7 @@ class TableLayout:
 
     Args:
         width: blocks of the longest request; None: that of each step, for graphs of no fixed width.
+        has_states: whether the model has recurrent states: batches are then `StateTableBatch`.
         segment: see `compiled_attn.ops.reference.paged_attention`; the buckets are then for one
             graph, as other graphs may give other bits.
     """
@@ -174,6 +219,7 @@ class TableLayout:
     num_blocks: int
     block_size: int
     width: int | None = None
+    has_states: bool = field(default=False, kw_only=True)
     segment: int | None = field(default=None, kw_only=True)
 
     axes = symbolic = _AXES
@@ -232,9 +278,9 @@ class TableLayout:
         if rows.in_place is None:
             tables = block_tables(rows, used, len(used), int(used.max()))
             check_tables(tables, used, self.num_blocks, rows.unread)
-        return TablePlan(rows, used, self.width)
+        return TablePlan(rows, used, self.width, has_states=self.has_states)
 
-    def padding(self, bucket: Mapping[str, int]) -> TableBatch:
+    def padding(self, bucket: Mapping[str, int]) -> TableBatch | StateTableBatch:
         """See `TableBatch.padding`.
 
         Raises:
@@ -245,23 +291,29 @@ class TableLayout:
                 "expected a layout of a fixed width, got none: pass width=, the blocks of "
                 "the longest request"
             )
-        return TableBatch.padding(bucket, self.width)
+        batch = StateTableBatch if self.has_states else TableBatch
+        return batch.padding(bucket, self.width)
 
-    def batch(self, fields: Sequence[Tensor | None]) -> TableBatch:
+    def batch(self, fields: Sequence[Tensor | None]) -> TableBatch | StateTableBatch:
         """See `StepLayout.batch`."""
-        return TableBatch(*fields)  # type: ignore[arg-type]  # none of its fields is None
+        batch = StateTableBatch if self.has_states else TableBatch
+        return batch(*fields)  # type: ignore[arg-type]  # none of its fields is None
 
-    def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
+    def metadata(self, batch: TableBatch | StateTableBatch, block_size: int) -> UnifiedMetadata:
         """See `TableBatch.metadata`."""
         return replace(batch.metadata(block_size), segment=self.segment)
 
-    def logits_metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+    def logits_metadata(
+        self, batch: TableBatch | StateTableBatch, block_size: int
+    ) -> UnifiedMetadata | None:
         """See `TableBatch.logits_metadata`."""
         return replace(batch.logits_metadata(block_size), segment=self.segment)
 
     def over(self, num_blocks: int, block_size: int, width: int) -> TableLayout:
         """See `StepLayout.over`."""
-        return TableLayout(num_blocks, block_size, width, segment=self.segment)
+        return TableLayout(
+            num_blocks, block_size, width, has_states=self.has_states, segment=self.segment
+        )
 
 
 def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from compiled_attn.engine.adapters import with_adapters
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.errors import ConfigError, RequestFailed
 from compiled_attn.models import load_model, served_model
+from compiled_attn.models.adapters import PeftAdapters
 from compiled_attn.models.folder import will_convert
 from compiled_attn.ops.paged_attention import build_ahead
 from compiled_attn.text.answer import Answer, AnswerPieces
@@ -117,7 +118,9 @@ class LLM:
             self._load(model, tokenizer, dtype, device, config.cache_dtype, is_shown=is_shown)
             if config.store is None:
                 config = replace(config, store=True)
-            config, adapters = with_adapters(config, adapters or {})
+            inside = given.adapters if (given := PeftAdapters.of(model)) else {}
+            config, read = with_adapters(config, {**inside, **(adapters or {})})
+            adapters = {name: read[name] for name in adapters or {}}
         else:
             config = executor.config
         self.grammars = Grammars(self.tokenizer)
@@ -126,7 +129,9 @@ class LLM:
         elif self.model.device.type == "cpu":
             _warn_if_slow()
         text: Any = {"has_stop": self.tokenizer.has_stop, "grammars": self.grammars}
-        self._engine: Engine | None = Engine(executor or self.model, config, **text)
+        self._engine: Engine | None = Engine(
+            executor or (self.model if isinstance(model, (str, Path)) else model), config, **text
+        )
         try:
             for name, adapter in (adapters or {}).items():
                 self._engine.adapters.add(name, adapter)

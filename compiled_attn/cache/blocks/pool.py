@@ -73,9 +73,7 @@ class BlockPool:
         self._tables: dict[Hashable, BlockTable] = {}
         self.refcounts: NDArray[np.int32] = np.frombuffer(self._blocks.refs, dtype=np.int32)
         self.refcounts.flags.writeable = False
-        self._queried_tokens = 0
-        self._hit_tokens = 0
-        self._num_preemptions = 0
+        self._queried_tokens = self._hit_tokens = self._num_preemptions = 0
 
     @property
     def available(self) -> int:
@@ -172,9 +170,7 @@ class BlockPool:
         ``at_once``: blocks that it holds at most at a time, see `release_before`; None: all.
         """
         needed = -(-whole("length", length, 0) // self.block_size)
-        hits: list[int] = []
-        if tokens is not None:
-            hits, _ = self._match(self._index.prompt(tokens, salt))
+        hits = [] if tokens is None else self._match(self._index.prompt(tokens, salt))[0]
         needed -= len(hits)
         hits = hits[hits.count(0) :]
         if at_once is not None:
@@ -226,6 +222,10 @@ class BlockPool:
     def append(self, request_id: Hashable, n: int = 1) -> list[int]:
         """Reserves ``n`` more positions: ``reserve(request_id, length + n)``."""
         return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))
+
+    def chunk_end(self, start: int, end: int, *, is_last: bool) -> int:
+        """Returns where a chunk that may end at ``end`` does; earlier only for `HybridPool`."""
+        return end
 
     def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> int:
         """Declares that positions ``< length`` hold K/V of ``tokens``, and indexes full blocks.

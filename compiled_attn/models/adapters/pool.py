@@ -13,8 +13,9 @@ from torch import nn
 from compiled_attn.errors import AdapterError
 from compiled_attn.models.adapters.adapter import Adapter
 from compiled_attn.models.adapters.layers import AdaptedLinear, features_of
+from compiled_attn.models.adapters.peft_model import PeftAdapters
 
-__all__ = ["AdapterPool"]
+__all__ = ["AdapterPool", "bytes_of_slots"]
 
 
 class AdapterPool:
@@ -29,7 +30,12 @@ class AdapterPool:
         targets: last parts of the names of the layers to adapt, such as ``q_proj``; none: all
             linear layers of the decoder.
         max_rows: tokens of a step at most.
+
+    Attributes:
+        given: adapters that the engine adds first; None: there are none.
     """
+
+    given: PeftAdapters | None = None
 
     def __init__(
         self, max_adapters: int, max_rank: int, targets: Sequence[str], max_rows: int
@@ -41,6 +47,17 @@ class AdapterPool:
         self._slot_of_row = torch.zeros(max(max_rows, 64), dtype=torch.int32)
         self._used = 0
         self._undo = contextlib.ExitStack()
+        self._last_undo = contextlib.ExitStack()
+
+    def take(self, given: PeftAdapters, undo: contextlib.ExitStack) -> None:
+        """Takes the adapters of a ``PeftModel``, and what restores it after `remove`.
+
+        Raises:
+            AdapterError: one of them does not fit.
+        """
+        for adapter in given.adapters.values():
+            self.check(adapter)
+        self.given, self._last_undo = given, undo.pop_all()
 
     def install(
         self,
@@ -85,6 +102,7 @@ class AdapterPool:
     def remove(self) -> None:
         """Restores the layers of the model; a second call does nothing."""
         self._undo.close()
+        self._last_undo.close()
 
     @property
     def nbytes(self) -> int:
@@ -169,6 +187,24 @@ class AdapterPool:
             hooks.callback(first.remove)
             run()
         yield from [name for name, rows in calls.items() if rows != tokens]
+
+
+def bytes_of_slots(
+    model: nn.Module, max_adapters: int, max_rank: int, targets: Sequence[str], itemsize: int
+) -> int:
+    """Returns the bytes of an `AdapterPool` for a model, before it is made.
+
+    Counts all layers of a target's name, thus too many where some are no part of the decoder.
+
+    Args:
+        itemsize: bytes of an element of the matrices.
+    """
+    sizes = [
+        features_of(module) or (0, 0)
+        for name, module in model.named_modules()
+        if not targets or name.rpartition(".")[2] in targets
+    ]
+    return (1 + max_adapters) * max_rank * itemsize * sum(map(sum, sizes)) if max_adapters else 0
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from compiled_attn.attention.metadata import UnifiedMetadata, through
 from compiled_attn.attention.unified import unified_attention
 from compiled_attn.cache.kv_cache import KVShape, PagedKVCache, write_slots
 from compiled_attn.cache.slot_shadow import LayerShadow, StepShadow, check_layer
+from compiled_attn.models.hf.states.carrier import LayerStates
 
 __all__ = [
     "ATTENTION_NAME",
@@ -130,6 +131,8 @@ class PagedStep:
         packed: ``by_window`` for these regions.
         shadow, near_shadow: what the sanitizer compares in layers without and with blocks of their
             own, or None.
+        numbers: ``layer_idx`` of the module of each layer of the cache, if they are not the same,
+            as only some layers of the model attend.
     """
 
     cache: PagedKVCache
@@ -140,9 +143,15 @@ class PagedStep:
     packed: Any = None
     shadow: StepShadow | None = None
     near_shadow: StepShadow | None = None
+    numbers: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
+    def of(
+        cache: PagedKVCache,
+        metadata: UnifiedMetadata,
+        windows: tuple[int, ...],
+        numbers: tuple[int, ...] | None = None,
+    ) -> PagedStep:
         """Builds the step; in parts layout with metadata for each of the windows."""
         by_window: dict[int | None, UnifiedMetadata] = {None: metadata}
         if cache.near is not None:
@@ -150,7 +159,7 @@ class PagedStep:
             by_window |= dict.fromkeys(windows, near)
         elif metadata.has_parts:
             by_window |= {window: metadata.windowed(window) for window in windows}
-        return PagedStep(cache, by_window)
+        return PagedStep(cache, by_window, numbers=numbers)
 
     def with_shadow(
         self, shadow_of: Callable[[UnifiedMetadata, int | None], StepShadow]
@@ -174,6 +183,24 @@ class PagedStep:
         step = self.near_shadow if cache.is_near(layer) else self.shadow
         shadow = cache.layer_shadow(layer, step)
         return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales, shadow)
+
+    def of_module(self, module: Any) -> PagedLayer:
+        """Returns the step as the layer of an attention module sees it."""
+        number = int(module.layer_idx)
+        return self.of_layer(number if self.numbers is None else self.numbers.index(number))
+
+    def states_of(self, place: int) -> LayerStates | None:
+        """Returns the states of a decoder layer in this step; None if it has none."""
+        states, metadata = self.cache.states, self.by_window[None]
+        if states is None or not states.shapes[place]:
+            return None
+        needs = metadata.needs
+        return LayerStates(
+            states.of_layer(place),
+            needs(metadata.state_slots, "state_slots"),
+            needs(metadata.seq_lens, "seq_lens"),
+            needs(metadata.query_start_loc, "query_start_loc"),
+        )
 
 
 def paged_attention_forward(
@@ -223,7 +250,7 @@ def paged_attention_forward(
             f"mask {attention_mask is not None}"
         )
     if isinstance(paged, PagedStep):
-        paged = paged.of_layer(int(module.layer_idx))  # type: ignore[arg-type]
+        paged = paged.of_module(module)
     key_slots, value_slots, key_scale, value_scale, shadow = paged[2:]
     projection = None
     if value_slots is None:

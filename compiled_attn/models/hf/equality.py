@@ -6,6 +6,7 @@ itself, state between tokens, a second call with other values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.cache.state_cache import StateCache
 from compiled_attn.errors import ModelRefused
 from compiled_attn.models.hf.refusal import failure, plain_attention, refusal
 from compiled_attn.step import BatchBuilder, Request, StepLayout
@@ -23,6 +25,9 @@ __all__ = ["TriedModel", "check_equal", "check_near", "plain_logits", "small_cac
 # Most rows of the second step also read what the first step wrote.
 _STEPS = ((0, 2), (2, 6))
 _TABLES = ([3, 1], [2, 4])
+# With states also a single token, and tokens after it; then the same in each other's slots.
+_STATE_STEPS = ((0, 2), (2, 3), (3, 6))
+_STATE_SLOTS = ((2, 1), (1, 2))
 _BLOCK_SIZE, _NUM_BLOCKS, _LENGTH = 4, 5, 6
 
 _ROUNDING = {torch.float16: 0.1, torch.bfloat16: 0.3}
@@ -46,9 +51,17 @@ class TriedModel(Protocol):
 
 
 def small_cache(
-    cache: PagedKVCache, num_blocks: int, block_size: int, dtype: torch.dtype
+    cache: PagedKVCache,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    num_slots: int = 2,
 ) -> PagedKVCache:
-    """Returns a cache of the same layers with other sizes and dtype."""
+    """Returns a cache of the same layers with other sizes and dtype; ``num_slots``: of states."""
+    device = next(cache.buffers()).device
+    states = None
+    if cache.states is not None:
+        states = StateCache(cache.states.shapes, num_slots, device)
     return PagedKVCache(
         cache.num_layers,
         num_blocks,
@@ -56,8 +69,9 @@ def small_cache(
         cache.num_kv_heads,
         cache.head_dim,
         dtype=dtype,
-        device=cache.key(0).device,
+        device=device,
         shapes=cache.shapes,
+        states=states,
     )
 
 
@@ -67,7 +81,7 @@ def step_logits(paged: TriedModel, cache: PagedKVCache, requests: Sequence[Reque
     layout = paged.layout.over(cache.num_blocks, cache.block_size, width)
     plan = layout.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
     step: Any = plan.fill()
-    device = cache.key(0).device
+    device = next(cache.buffers()).device
     moved = type(step)(*(None if field is None else field.to(device) for field in step))
     with torch.no_grad():
         return paged.compute(moved, cache)
@@ -98,7 +112,8 @@ def check_equal(paged: TriedModel, expected: Tensor, *, last_only: bool = False)
     not hide a mistake.
     """
     distance = _distances(paged, expected.dtype, expected, last_only).max().item()
-    if not distance <= (bound := _ROUNDING.get(expected.dtype, _SINGLE)):
+    dtypes = expected.dtype, paged.model.dtype  # of logits, which some models return in float32
+    if not distance <= (bound := max(_ROUNDING.get(dtype, _SINGLE) for dtype in dtypes)):
         raise ModelRefused(
             f"expected a model with the same logits through the paged cache as by itself, got a "
             f"{type(paged.model).__name__} that computes others: they differ by {distance:.1e} of "
@@ -128,19 +143,23 @@ def _check_median(paged: TriedModel, distances: Tensor, what: str, remedy: str) 
 def _distances(
     paged: TriedModel, dtype: torch.dtype, expected: Tensor, last_only: bool = False
 ) -> Tensor:
-    """Returns how far each row of logits of two steps over a small cache is from the expected."""
+    """Returns how far each row of logits of the steps over a small cache is from the expected."""
     actual, plain = [], []
-    cache = small_cache(paged.cache, _NUM_BLOCKS, _BLOCK_SIZE, dtype)
+    cache = small_cache(paged.cache, _NUM_BLOCKS, _BLOCK_SIZE, dtype, 1 + len(_TABLES))
     prompts = _prompts(paged.model).tolist()
+    has_states = cache.states is not None
     try:
-        for start, end in _STEPS:
-            first = end - 1 if last_only else start
-            requests = [
-                Request(prompt[start:end], start, table, num_logits=end - first)
-                for prompt, table in zip(prompts, _TABLES, strict=True)
-            ]
-            actual.append(step_logits(paged, cache, requests))
-            plain.append(expected[:, first:end].flatten(0, 1))
+        for slots in _STATE_SLOTS if has_states else ((0, 0),):
+            if cache.states is not None:
+                cache.states.fill_(math.nan)  # a new request does not read its slot
+            for start, end in _STATE_STEPS if has_states else _STEPS:
+                first = end - 1 if last_only else start
+                requests = [
+                    Request(prompt[start:end], start, table, end - first, state_slot=slot)
+                    for prompt, table, slot in zip(prompts, _TABLES, slots, strict=True)
+                ]
+                actual.append(step_logits(paged, cache, requests))
+                plain.append(expected[:, first:end].flatten(0, 1))
         given, compared = torch.cat(actual), torch.cat(plain)
         if given.shape != compared.shape:
             raise ValueError(f"logits {[*given.shape]} instead of {[*compared.shape]}")

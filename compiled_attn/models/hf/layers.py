@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
 from compiled_attn.cache.slot_shadow import LayerShadow, StepShadow
 from compiled_attn.models.hf.attention import PagedLayer, PagedStep
+from compiled_attn.models.hf.states.carrier import StepStates
 from graphs.torch_internals.regions import Region
 
 __all__ = ["call_through", "carrying", "decoder_layers", "layer_region", "restore"]
@@ -24,7 +25,7 @@ def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ())
 
     ``attentions``: modules that must be in them, as a vision tower may have as many layers.
     """
-    count = model.config.get_text_config().num_hidden_layers
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     required = set(attentions)
     fitting = (part for part in lists if len(part) == count and required <= {*part.modules()})
@@ -32,22 +33,40 @@ def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ())
 
 
 def call_through(
-    layer: nn.Module, place: int, number: int | None, region: Region, *, is_last: bool
+    layer: nn.Module,
+    place: int,
+    numbers: tuple[int, ...],
+    region: Region,
+    *,
+    is_last: bool,
+    carrier: str | None = None,
 ) -> None:
     """Wraps the forward of a decoder layer, which then gets the step as this layer sees it.
 
-    ``place`` is its index among the decoder layers, ``number`` its layer in the cache; None: it
-    does not have exactly one attention, and each looks up its own. The last layer computes only
-    the rows that need logits, if the step names them.
+    ``place`` is its index among the decoder layers, ``numbers`` its layers in the cache: if there
+    are several, each attention looks up its own. The last layer computes only the rows that need
+    logits, if the step names them. ``carrier`` is the argument for a cache of a model with states:
+    the layer gets its own there, or None.
     """
     plain = region.function
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         step: PagedStep | None = kwargs.get("paged")
+        has_states = False
+        if carrier is not None and isinstance(cache := kwargs.get(carrier), StepStates):
+            step = cache.paged if step is None else step
+            kwargs[carrier] = states = cache.paged.states_of(place)
+            has_states = states is not None
         if step is None:
             return plain(layer, *args, **kwargs)
-        if number is not None:
-            kwargs["paged"] = step.of_layer(number)
+        if has_states:
+            # Not a region, in which torch refuses ops that write to an argument.
+            step = replace(step, regions=None, packed=None)
+        if "paged" in kwargs:
+            if len(numbers) == 1:
+                kwargs["paged"] = step.of_layer(numbers[0])
+            elif not numbers and carrier is not None:
+                del kwargs["paged"]
         if step.regions is None:
             return plain(layer, *args, **kwargs)
         return region(step.regions[place], layer, *args, **kwargs)

@@ -6,6 +6,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +30,16 @@ from compiled_attn.models.hf.equality import check_equal, check_near, plain_logi
 from compiled_attn.models.hf.layers import call_through, decoder_layers, layer_region, restore
 from compiled_attn.models.hf.recorder import takes_logits_to_keep
 from compiled_attn.models.hf.region_keys import region_keys, relate_sizes, without_numbers
-from compiled_attn.models.hf.shapes import calls_by_layer, check_fits
+from compiled_attn.models.hf.shapes import (
+    check_fits,
+    check_layout,
+    default_layout,
+    layer_calls,
+    numbers_in,
+    numbers_of,
+)
 from compiled_attn.models.hf.snapshot import Snapshot
+from compiled_attn.models.hf.states.carrier import StepStates
 from compiled_attn.models.packed import (
     exact_inputs,
     pack_linears,
@@ -40,7 +50,7 @@ from compiled_attn.models.packed import (
 )
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing
-from compiled_attn.step import PartsLayout, StepBatch, StepLayout, TableBatch
+from compiled_attn.step import StepBatch, StepLayout, TableBatch
 
 __all__ = ["ModelChanged", "PagedCausalLM"]
 
@@ -104,17 +114,21 @@ class PagedCausalLM(nn.Module):
         adapters: AdapterPool | None = None,
     ) -> None:
         super().__init__()
-        self.layout: StepLayout = layout or PartsLayout(cache.num_blocks, cache.block_size)
+        self.layout = layout or default_layout(cache)
         self.model = model
         self.cache = cache
-        calls = calls_by_layer(model)
-        check_fits(model, calls, cache)
+        found = layer_calls(model)
+        calls, self._states = found
+        check_fits(model, found, cache)
+        check_layout(model, cache, self.layout)
         self.windows = tuple(sorted({call.window for call in calls if call.window}))
         self._attentions = [call.module for call in calls]
+        self._layer_numbers = numbers_of(calls)
         self._region = layer_region(any(call.is_carried for call in calls))
         self._are_regions = all(shape.same_as is None for shape in cache.shapes)
-        self._layers = decoder_layers(model, self._attentions)
-        self._numbers = [self._number_of(layer) for layer in self._layers]
+        mixers = [] if self._states is None else [mixer.module for mixer in self._states.mixers]
+        self._layers = decoder_layers(model, [*self._attentions, *mixers])
+        self._numbers = [numbers_in(calls, *each) for each in enumerate(self._layers)]
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         self._cuts_last_layer = self._in_trial = False
         with exact_inputs(model), contextlib.ExitStack() as undo:
@@ -166,7 +180,11 @@ class PagedCausalLM(nn.Module):
             packed = self._region.pack(paged.by_window)
             paged = replace(paged, regions=regions, packed=packed)
         has_all = paged.logits is None  # whether the last layer returns all rows
-        options = {"logits_to_keep": rows} if has_all and self._takes_logits_to_keep else {}
+        options: dict[str, Any] = {}
+        if has_all and self._takes_logits_to_keep:
+            options["logits_to_keep"] = rows
+        if self._states is not None:
+            options[self._states.carrier] = StepStates(paged)
         logits: Tensor = self.model(
             input_ids=step.input_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
@@ -174,12 +192,13 @@ class PagedCausalLM(nn.Module):
             paged=paged,
             **options,
         ).logits[0]
-        return logits[rows] if has_all and not options else logits
+        return logits[rows] if has_all and "logits_to_keep" not in options else logits
 
     def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
         size, windows = cache.block_size, self.windows
         rows, tokens, shadow = step.logits_index, step.input_ids, cache.shadow
-        paged = PagedStep.of(cache, self.layout.metadata(step, size), windows)
+        numbers = self._layer_numbers
+        paged = PagedStep.of(cache, self.layout.metadata(step, size), windows, numbers)
         if shadow is not None:
             paged = paged.with_shadow(lambda m, w: step_shadow(shadow, m, tokens, w))
         # Without a compiler the first run of the last layer would be computed for nothing.
@@ -189,7 +208,7 @@ class PagedCausalLM(nn.Module):
         few = self.layout.logits_metadata(step, size)
         if few is None:
             return paged
-        last = PagedStep.of(cache, few, windows)
+        last = PagedStep.of(cache, few, windows, numbers)
         if shadow is not None:
             count = len(tokens)
             last = last.with_shadow(lambda m, w: logits_shadow(shadow, m, rows, count, w))
@@ -210,12 +229,6 @@ class PagedCausalLM(nn.Module):
                 f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
             )
 
-    def _number_of(self, layer: nn.Module) -> int | None:
-        """Index of the only attention module in a layer; None: it has none, or several."""
-        parts = {*layer.modules()}
-        own = [number for number, module in enumerate(self._attentions) if module in parts]
-        return own[0] if len(own) == 1 else None
-
     def _is_equal_without_numbers(self, expected: Tensor) -> bool:
         with without_numbers(self._layers), contextlib.suppress(ModelRefused):
             check_equal(self, expected)
@@ -227,6 +240,8 @@ class PagedCausalLM(nn.Module):
         padding = layout.padding(dict.fromkeys(layout.axes, 1))
         if not self._layers or not self._are_regions or layout.logits_metadata(padding, 1) is None:
             return
+        if self._states is not None and self._states.shapes[-1]:
+            return  # which all tokens must reach
         self._cuts_last_layer = self._in_trial = True
         try:
             check_equal(self, expected, last_only=True)
@@ -245,6 +260,8 @@ class PagedCausalLM(nn.Module):
         """Packs weights, unless that changes the logits by more than rounding."""
         has_value = self.cache.stores_value
         absorbed = [expansion_weight(m) for n, m in enumerate(self._attentions) if not has_value(n)]
+        for mixer in () if self._states is None else self._states.mixers:
+            absorbed += mixer.weights_read()
         with contextlib.ExitStack() as trial:
             pack_linears(
                 self.model,
@@ -274,8 +291,17 @@ class PagedCausalLM(nn.Module):
         for place, layer in enumerate(self._layers):
             undo.callback(restore, layer, "forward", layer.__dict__.get("forward"))
             call_through(
-                layer, place, self._numbers[place], self._region, is_last=layer is self._layers[-1]
+                layer,
+                place,
+                self._numbers[place],
+                self._region,
+                is_last=layer is self._layers[-1],
+                carrier=None if self._states is None else self._states.carrier_of(layer),
             )
+        for mixer in () if self._states is None else self._states.mixers:
+            module = mixer.module
+            undo.callback(restore, module, "forward", vars(module).get("forward"))
+            module.forward = MethodType(mixer.forward, module)
         for number, module in enumerate(self._attentions):
             if not self.cache.stores_value(number):
                 undo.callback(restore, module, "expand_kv", module.__dict__.get("expand_kv"))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from compiled_attn.models.hf.attention import latent_shape
+from compiled_attn.models.hf.states.rewrite import uses
 
 __all__ = ["fresh_cache"]
 
@@ -27,7 +28,10 @@ def fresh_cache(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
     if dtype is None:
         return {}
     found: list[Any] = [m for m in model.modules() if latent_shape(m) is not None]
-    return {"past_key_values": _Rounded(dtype, {module.layer_idx for module in found})}
+    # With layers that keep a state the cache has layers of two kinds, which only it can tell.
+    has_states = any(uses(type(module).forward) for module in model.modules())
+    config = model.config if has_states else None
+    return {"past_key_values": _Rounded(dtype, {module.layer_idx for module in found}, config)}
 
 
 class _Rounded(DynamicCache):  # type: ignore[misc]  # Any: mypy does not read transformers
@@ -36,8 +40,8 @@ class _Rounded(DynamicCache):  # type: ignore[misc]  # Any: mypy does not read t
     Layers in ``latent`` store latents and rotated keys as one row.
     """
 
-    def __init__(self, dtype: torch.dtype, latent: Container[int]) -> None:
-        super().__init__()
+    def __init__(self, dtype: torch.dtype, latent: Container[int], config: Any) -> None:
+        super().__init__(config=config)
         self._dtype, self._latent = dtype, latent
 
     def update(

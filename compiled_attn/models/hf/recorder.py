@@ -1,10 +1,14 @@
-"""Records how each layer of a model calls attention, in a forward that computes none."""
+"""Records how each layer of a model calls attention, in a forward that computes none.
+
+Of layers with states it records these, which it computes by the model's own functions.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +16,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from compiled_attn.errors import ModelRefused
 from compiled_attn.models.hf.layers import carrying, decoder_layers
 from compiled_attn.models.hf.refusal import failure, plain_attention
+from compiled_attn.models.hf.states.carrier import StateRecorder
+from compiled_attn.models.hf.states.found import (
+    FoundStates,
+    Mixer,
+    recording,
+    states_of,
+)
 
 __all__ = ["RECORDER_NAME", "AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
 
@@ -38,6 +50,8 @@ class AttentionCall:
         sees: transformers' function of that mask; None if it was not built by transformers.
         others: tensors among the keywords that our attention would ignore.
         is_carried: whether the layer does not forward keywords, see `layer_region`.
+        place: the decoder layer that made the call; None: it is in none.
+        number: ``place`` if several layers share a ``layer_idx``; None: they do not.
     """
 
     module: nn.Module
@@ -49,11 +63,13 @@ class AttentionCall:
     sees: MaskFunction | None
     others: tuple[str, ...]
     is_carried: bool
+    place: int | None
+    number: int | None = None
 
     @property
     def layer(self) -> int | None:
-        """The ``layer_idx`` of the module, if it has one."""
-        layer = getattr(self.module, "layer_idx", None)
+        """The ``layer_idx`` of the module, if it has one; the place if others have the same."""
+        layer = getattr(self.module, "layer_idx", None) if self.number is None else self.number
         return None if layer is None else int(layer)
 
 
@@ -61,41 +77,83 @@ class AttentionCall:
 class Recorder:
     """Recorded calls, passed to the model as the keyword ``recorder``.
 
-    ``mask`` is the mask of the current layer if the recorder is passed in its place.
+    ``mask`` is the mask of the current layer if the recorder is passed in its place; ``place`` is
+    the current decoder layer.
     """
 
     calls: list[AttentionCall] = field(default_factory=list)
     mask: Tensor | None = None
+    place: int | None = None
 
 
 class _NoKeywords(ValueError):
     pass
 
 
-def record(model: PreTrainedModel) -> list[AttentionCall]:
-    """Returns the attention calls of the model for three tokens; leaves the model unchanged.
+def record(
+    model: PreTrainedModel, mixers: Sequence[Mixer] = ()
+) -> tuple[list[AttentionCall], FoundStates | None]:
+    """Returns the attention calls of the model for three tokens, and the states of its layers.
+
+    The model is left unchanged. ``mixers``: its modules with states.
 
     Raises:
-        ModelRefused: it fails, or its layers forward neither keywords nor a mask.
+        ModelRefused: it fails, its layers forward neither keywords nor a mask, or a state cannot
+            be served.
     """
-    recorder = Recorder()
+    recorder, states = Recorder(), StateRecorder()
     try:
         with plain_attention(model, RECORDER_NAME), torch.no_grad():
             try:
-                _run(model, recorder)
+                _run(model, recorder, mixers, states)
             except _NoKeywords:
-                recorder = Recorder()
+                recorder, states = Recorder(), StateRecorder()
                 with carrying(decoder_layers(model), _pass_as_mask):
-                    _run(model, recorder)
+                    _run(model, recorder, mixers, states)
+    except ModelRefused:
+        raise
     except Exception as error:
         raise failure(model, f"on {_TOKENS} tokens", error) from error
-    return recorder.calls
+    return _numbered(recorder.calls), states_of(model, mixers, states)
 
 
-def _run(model: PreTrainedModel, recorder: Recorder) -> None:
+def _numbered(calls: Sequence[AttentionCall]) -> list[AttentionCall]:
+    """Numbers calls by place if layers share a ``layer_idx``, and each makes one of them."""
+    places: dict[int | None, list[int | None]] = {}
+    for call in calls:
+        places.setdefault(call.layer, []).append(call.place)
+    shared = {
+        layer
+        for layer, own in places.items()
+        if len(own) > 1 and None not in own and len({*own}) == len(own)
+    }
+    return [replace(call, number=call.place) if call.layer in shared else call for call in calls]
+
+
+def _run(
+    model: PreTrainedModel, recorder: Recorder, mixers: Sequence[Mixer], states: StateRecorder
+) -> None:
     ids = torch.arange(_TOKENS, device=model.device)
     options = {"logits_to_keep": ids} if takes_logits_to_keep(model) else {}
-    model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **options)
+    layers = decoder_layers(model, [mixer.module for mixer in mixers])
+    with recording(model, mixers, states) as cache, _placing(layers, recorder):
+        model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **options, **cache)
+
+
+@contextlib.contextmanager
+def _placing(layers: Sequence[nn.Module], recorder: Recorder) -> Iterator[None]:
+    """Context in which a recorder has the place of the layer that runs."""
+
+    def hook(place: int | None) -> Callable[..., None]:
+        return lambda *_: setattr(recorder, "place", place)
+
+    handles = [layer.register_forward_pre_hook(hook(n)) for n, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(hook(None)) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
@@ -131,7 +189,7 @@ def _recording_attention(
     recorder.calls.append(
         AttentionCall(
             module, query, key, value, sliding_window, attention_mask is not None, sees,
-            (*unknown,), is_carried,
+            (*unknown,), is_carried, recorder.place,
         )
     )  # fmt: skip
     batch, heads, tokens, _ = query.shape

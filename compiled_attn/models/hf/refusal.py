@@ -14,10 +14,11 @@ __all__ = ["failure", "plain_attention", "refusal"]
 
 
 def refusal(model: nn.Module, got: str) -> ModelRefused:
-    """Returns the error for a model that has ``got`` instead of one attention call per layer."""
+    """Returns the error for a model that has ``got``, which cannot be served."""
     return ModelRefused(
         "expected a model whose layers all attend once a step through transformers' "
-        f"AttentionInterface, got a {type(model).__name__} {got}: it cannot run on the paged cache"
+        f"AttentionInterface, or keep a known state, got a {type(model).__name__} {got}: "
+        "it cannot run on the paged cache"
     )
 
 

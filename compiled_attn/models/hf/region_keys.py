@@ -26,7 +26,7 @@ _NUMBER = "layer_idx"
 
 def region_keys(
     layers: Sequence[nn.Module],
-    numbers: Sequence[int | None],
+    numbers: Sequence[tuple[int, ...]],
     cache: PagedKVCache,
     *,
     reads_numbers: bool,
@@ -35,15 +35,17 @@ def region_keys(
 
     Args:
         layers: the decoder layers.
-        numbers: layer of the cache of each; None: it does not have exactly one attention.
+        numbers: layers of the cache of each.
         cache: the cache that they write to.
         reads_numbers: whether a forward may read the ``layer_idx`` of a module.
     """
     left_out = {*_OWN} if reads_numbers else {*_OWN, _NUMBER}
     known: dict[Any, int] = {}
     signatures = [
-        None if number is None else (_signature(layer, left_out), _slots(cache, number))
-        for layer, number in zip(layers, numbers, strict=True)
+        (_signature(layer, left_out), *(_slots(cache, number) for number in own))
+        if len(own) < 2
+        else None
+        for layer, own in zip(layers, numbers, strict=True)
     ]
     return tuple(
         None if signature is None else known.setdefault(signature, len(known))
@@ -67,14 +69,28 @@ def _slots(cache: PagedKVCache, number: int) -> Any:
 
 @contextlib.contextmanager
 def without_numbers(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Context without ``layer_idx`` in the modules of the layers: a forward that reads it fails."""
+    """Context without ``layer_idx`` in the modules of the layers: a forward that uses it fails.
+
+    It may pass it on, as it does to the methods of a cache.
+    """
     owners = [vars(module) for layer in layers for module in layer.modules()]
-    numbers = [(own, own.pop(_NUMBER)) for own in owners if _NUMBER in own]
+    numbers = [(own, own[_NUMBER]) for own in owners if _NUMBER in own]
     try:
+        for own, _ in numbers:
+            own[_NUMBER] = _Unusable()
         yield
     finally:
         for own, number in numbers:
             own[_NUMBER] = number
+
+
+class _Unusable:
+    """Fails where a number would be compared, looked up or printed, as it does in arithmetic."""
+
+    def _fail(self, *_: object) -> Any:
+        raise TypeError("a layer's number was used")
+
+    __bool__ = __eq__ = __ne__ = __hash__ = __str__ = __repr__ = __format__ = _fail
 
 
 def _signature(layer: nn.Module, left_out: Collection[str]) -> Any:

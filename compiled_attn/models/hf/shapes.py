@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from compiled_attn.cache.kv_cache import KVShape, NearLayers, PagedKVCache
+from compiled_attn.cache.state_cache import StateCache
 from compiled_attn.models.hf.attention import latent_shape
 from compiled_attn.models.hf.recorder import AttentionCall, record
 from compiled_attn.models.hf.refusal import refusal
+from compiled_attn.models.hf.states.found import FoundStates, find_mixers
 from compiled_attn.models.load import quiet_transformers
+from compiled_attn.step import PartsLayout, StepLayout, TableLayout
 
 __all__ = [
+    "LayerCalls",
     "cache_for",
     "calls_by_layer",
     "check_fits",
+    "check_layout",
     "context_limit",
+    "default_layout",
+    "layer_calls",
+    "numbers_in",
+    "numbers_of",
 ]
 
 _LAST = 2**17
 _TWO_THIRDS = _LAST * 2 // 3
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_STATELESS = {"mlp", "moe"}
 _CHOOSERS = ("indexer", "compressor")
 
 
@@ -61,8 +72,9 @@ def _evicting_layer(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> s
         layers = DynamicCache(config=model.config).layers
     except Exception:  # some configurations have no cache, which then evicts nothing
         return None
-    for number, (call, layer) in enumerate(zip(calls, layers, strict=False)):
-        window = getattr(layer, "sliding_window", None)
+    for call in calls:
+        number = call.layer or 0
+        window = getattr(layers[number], "sliding_window", None) if number < len(layers) else None
         if window is not None and (call.window or _LAST) > window:
             sees = f"a window of {call.window}" if call.window else "all before it"
             return f"whose layer {number} sees {sees}, while its own cache stores {window} tokens"
@@ -76,9 +88,10 @@ def cache_for(
     *,
     dtype: torch.dtype | None = None,
     near_blocks: int | None = None,
+    state_slots: int = 2,
     latents: bool = True,
 ) -> PagedKVCache:
-    """Creates a `PagedKVCache` for the layers of a Hugging Face model.
+    """Creates a `PagedKVCache` for the layers of a Hugging Face model, with its states if any.
 
     Runs the model on three tokens: heads and head sizes may differ between layers and between keys
     and values, and layers that attend to the keys of another one have no buffers. Multi-head latent
@@ -89,27 +102,30 @@ def cache_for(
         num_blocks, block_size: see `PagedKVCache`.
         dtype: dtype of the cache; None: that of the weights.
         near_blocks: blocks of windowed layers, see `NearLayers`, if only some layers are; None: as
-            many as of the others.
+            many as of the others. With states all layers have all blocks.
+        state_slots: slots of each state, the null slot included: one more than the requests that
+            run at a time, and more for stored prefixes. Only for models with states.
         latents: False: multi-head latent attention stores all expanded keys and values.
 
     Raises:
         ValueError: the sizes are too small.
         ModelRefused: it cannot run on a paged cache, see `PagedCausalLM`.
     """
-    calls = calls_by_layer(model)
+    calls, states = layer_calls(model)
     shapes, windows = _shapes(calls, latents), [call.window or 0 for call in calls]
     return PagedKVCache(
         len(shapes),
         num_blocks,
         block_size,
-        shapes[0].num_kv_heads,
-        max(shape.head_dim for shape in shapes),
+        shapes[0].num_kv_heads if shapes else 1,
+        max((shape.head_dim for shape in shapes), default=1),
         dtype=dtype or model.dtype,
         device=model.device,
         has_value=any(shape.value_dim for shape in shapes),
         shapes=shapes,
-        window=max(windows) if all(windows) else None,
-        near=None if near_blocks is None else _near(shapes, windows, near_blocks),
+        window=max(windows) if all(windows) and not states else None,
+        near=None if near_blocks is None or states else _near(shapes, windows, near_blocks),
+        states=None if states is None else StateCache(states.shapes, state_slots, model.device),
     )
 
 
@@ -121,21 +137,42 @@ def _near(shapes: Sequence[KVShape], windows: Sequence[int], blocks: int) -> Nea
     return NearLayers(layers, max(windows), blocks)
 
 
+class LayerCalls(NamedTuple):
+    """What the layers of a model do in a step besides computing each token alone.
+
+    Args:
+        attention: attention calls, in the order of the cache's layers.
+        states: the states of its layers, or None.
+    """
+
+    attention: list[AttentionCall]
+    states: FoundStates | None
+
+
 def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
-    """Returns the attention call of each layer, in the order of the cache's layers.
+    """Returns the attention call of each layer that has one, see `layer_calls`."""
+    return layer_calls(model).attention
+
+
+def layer_calls(model: PreTrainedModel) -> LayerCalls:
+    """Returns the attention call and the states of each layer.
 
     Raises:
-        ModelRefused: a layer makes no call or several, or one that a paged cache cannot serve.
+        ModelRefused: a layer makes no call or several, or one that a paged cache cannot serve; or
+            it keeps a state in a way that is not known.
     """
     config = model.config.get_text_config()
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if kinds:
-        raise refusal(model, f"with layers of type {', '.join(kinds)}")
+    mixers = find_mixers(model)
+    places = {mixer.place for mixer in mixers}
+    kinds = [*(getattr(config, "layer_types", None) or ())]
+    other = {kind for place, kind in enumerate(kinds) if place not in places}
+    if unknown := sorted(other - _LAYER_TYPES - _STATELESS):
+        raise refusal(model, f"with layers of type {', '.join(unknown)}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise refusal(model, "which is an encoder-decoder")
     with quiet_transformers():
-        calls = record(model)
-    if not calls:
+        calls, states = record(model, mixers)
+    if not calls and not places:
         if getattr(model, "_can_set_attn_implementation", lambda: True)():
             reason = "whose layers never call it (recurrent layers, or attention code of their own)"
         else:
@@ -148,21 +185,22 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
     several = {layer: times for layer, times in counts.items() if times > 1}
     if several:
         raise refusal(model, f"with several calls a step of layers {several}")
-    by_layer = {call.layer: call for call in calls}
-    missing = sorted(set(range(max(config.num_hidden_layers, len(by_layer)))) - set(by_layer))
+    ordered = sorted(calls, key=lambda call: call.layer or 0)
+    count = max(config.num_hidden_layers, len(counts))
+    alone = {place for place, kind in enumerate(kinds) if kind in _STATELESS}
+    missing = sorted({*range(count)} - {*counts} - places - alone)
     if missing:
         raise refusal(model, f"with other layers {missing}")
-    ordered = [by_layer[layer] for layer in range(len(by_layer))]
     if problem := _evicting_layer(model, ordered):
         raise refusal(model, problem)
-    return ordered
+    return LayerCalls(ordered, states)
 
 
-def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:
+def check_fits(model: PreTrainedModel, calls: LayerCalls, cache: PagedKVCache) -> None:
     """Raises ValueError unless each layer of the cache has the shape of its call."""
     has_latents = any(not cache.stores_value(layer) for layer in range(cache.num_layers))
-    shapes = _shapes(calls, has_latents)
-    for layer in range(max(len(calls), cache.num_layers)):
+    shapes = _shapes(calls.attention, has_latents)
+    for layer in range(max(len(shapes), cache.num_layers)):
         got = cache.shapes[layer][:3] if layer < cache.num_layers else None
         expected = shapes[layer][:3] if layer < len(shapes) else None
         if got != expected:
@@ -170,6 +208,46 @@ def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: Pa
                 f"expected a cache of (heads, key, value) {expected} for layer {layer} of a "
                 f"{type(model).__name__}, got {got}: create it with cache_for"
             )
+    wanted = None if calls.states is None else calls.states.shapes
+    given = None if cache.states is None else cache.states.shapes
+    if given != wanted:
+        raise ValueError(
+            f"expected a cache with the states {wanted} of a {type(model).__name__}, got {given}: "
+            "create it with cache_for"
+        )
+
+
+def numbers_of(calls: Sequence[AttentionCall]) -> tuple[int, ...] | None:
+    """Returns the ``layer_idx`` of each layer of the cache; None: they are equal."""
+    numbers = tuple(call.layer or 0 for call in calls)
+    return None if numbers == tuple(range(len(calls))) else numbers
+
+
+def numbers_in(calls: Sequence[AttentionCall], place: int, layer: nn.Module) -> tuple[int, ...]:
+    """Returns the layers of the cache whose calls a decoder layer makes."""
+    parts = {*layer.modules()}
+    return tuple(
+        number
+        for number, call in enumerate(calls)
+        if call.module in parts and call.number in (None, place)
+    )
+
+
+def default_layout(cache: PagedKVCache) -> StepLayout:
+    """Returns the layout of steps for plain torch, or that of the ops if there are states."""
+    if cache.states is None:
+        return PartsLayout(cache.num_blocks, cache.block_size)
+    return TableLayout(cache.num_blocks, cache.block_size, has_states=True)
+
+
+def check_layout(model: PreTrainedModel, cache: PagedKVCache, layout: StepLayout) -> None:
+    """Raises ModelRefused if there are states, and the ops or steps of the layout have none."""
+    if cache.states is None:
+        return
+    if model.device.type != "cpu":
+        raise refusal(model, f"with states on {model.device.type}, which are computed on CPUs only")
+    if not getattr(layout, "has_states", False):
+        raise refusal(model, "with states and steps without their slots (use kernel 'native')")
 
 
 def _shapes(calls: Sequence[AttentionCall], latents: bool) -> list[KVShape]:

@@ -32,6 +32,9 @@ def matmul_call(
     entry, bias = native.compiled_attn_matmul, None
     if op is _aten.mm.out and [*kwargs] == ["out"]:
         left, right = args
+    elif op is _aten.bmm.out and [*kwargs] == ["out"] and len(made) == 1:
+        entry = native.compiled_attn_bmm  # torch adds in another order than for mm
+        made, left, right = made[0], args[0][0], args[1][0]
     elif op is _aten.addmm.out and [*kwargs] == ["out"]:
         bias, left, right = args
     elif op is torch.ops.graphs.onednn_linear.default and not kwargs:

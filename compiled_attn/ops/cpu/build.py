@@ -40,6 +40,7 @@ KERNELS = (
     "linear/quantised_linear.cpp",
     "linear/lora.cpp",
     "sampling/sample_tokens.cpp",
+    "state/state_ops.cpp",
 )
 """Translation units compiled for an instruction set."""
 UNITS = (*KERNELS, "op.cpp", "replay.cpp", "linear/aten_matmul.cpp")

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from compiled_attn.models.adapters import Adapter, LoraWeight
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["FAMILIES", "DenseReference", "tiny_model"]
+__all__ = ["FAMILIES", "DenseReference", "adapters_of", "tiny_model"]
 
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
@@ -72,6 +74,25 @@ def most_likely(
     tokens: NDArray[np.int64] = np.argsort(-logits, kind="stable")
     most = int((logits >= logits.max() - 2 * error).sum())
     return tokens[:most]
+
+
+@cache
+def adapters_of(
+    family: str, count: int, choices: Choices = most_likely
+) -> list[tuple[Adapter, DenseReference]]:
+    """Returns LoRA adapters of `tiny_model`, each with its reference, whose weights are merged."""
+    found = []
+    for seed in range(1, 1 + count):
+        model, generator = tiny_model(family), torch.Generator().manual_seed(seed)
+        weights = {}
+        for name, layer in model.named_modules():
+            if name.endswith("_proj") and isinstance(layer, torch.nn.Linear):
+                a = torch.randn(2, layer.in_features, generator=generator)
+                b = torch.randn(layer.out_features, 2, generator=generator)
+                weights[name] = LoraWeight(a, b, float(layer.weight.std()) / 2)
+                layer.weight += weights[name].scale * b @ a
+        found.append((Adapter(f"drawn {seed}", weights), DenseReference(model, choices)))
+    return found
 
 
 class DenseReference:

@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.speculation.drafter import Ngrams
-from compiled_attn.errors import ConfigError
+from compiled_attn.errors import AdapterError, ConfigError
 from compiled_attn.testing.fuzz.drafts import FreeRows, RepeatedPrompts
 from compiled_attn.testing.fuzz.models import (
     FAMILIES,
     DenseReference,
+    adapters_of,
     most_likely,
     tiny_model,
 )
-from compiled_attn.testing.fuzz.target import Refused, Target
+from compiled_attn.testing.fuzz.target import Reference, Refused, Target
 from compiled_attn.testing.fuzz.trace import Settings
 
 __all__ = ["Ours"]
@@ -27,7 +28,9 @@ __all__ = ["Ours"]
 class Ours(Target):
     """`Engine` with a tiny model and the eager backend; ``config`` overrides its `EngineConfig`.
 
-    With ``speculate`` it drafts wherever it can, not only where that is faster.
+    With ``speculate`` it drafts wherever it can, not only where that is faster; with
+    ``max_adapters`` requests take turns to use none or one of as many adapters, which are removed
+    and added again meanwhile.
     """
 
     supports: ClassVar = frozenset(["abort", "fork", "preempt", "defragment", "salt", "sample"])
@@ -44,6 +47,9 @@ class Ours(Target):
         self.engine = Engine(tiny_model(settings.family), EngineConfig(**{**sizes, **config}))
         self.engine.warmup()
         self._draft_always()
+        count = self.engine.config.max_adapters
+        self._adapters = adapters_of(settings.family, count, choices) if count else []
+        self._adapter_of: dict[int, int] = {}  # by request, from 1 on
         self._names: dict[int, int] = {}  # our request ids by those of the engine
         self._later: list[tuple[int, int, tuple[Any, ...]]] = []  # continuations not submitted yet
 
@@ -59,10 +65,34 @@ class Ours(Target):
         salt: str | None = None, seed: int | None = None, count: int = 1,
     ) -> None:  # fmt: skip
         """Submits further continuations after the first has computed the prompt."""
-        params = SamplingParams(new_tokens, temperature=float(seed is not None), seed=seed, n=count)
+        params = SamplingParams(
+            new_tokens, temperature=float(seed is not None), seed=seed, n=count,
+            adapter=self._adapter(request, count),
+        )  # fmt: skip
         first = self._submit(request, prompt, params.continuation(0), salt)
         for n in range(1, count):
             self._later.append((first, request + n, (prompt, params.continuation(n), salt)))
+
+    def _adapter(self, request: int, count: int) -> str | None:
+        """Chooses the adapter of new continuations, and adds it if it is missing."""
+        number = request % (1 + len(self._adapters))
+        self._adapter_of |= dict.fromkeys(range(request, request + count), number)
+        if not number:
+            return None
+        name, named = str(number), self.engine.adapters
+        if name in named.names and request % 5 == 0 and not self._later:
+            named.remove(name)
+        if name not in named.names:
+            try:
+                named.add(name, self._adapters[number - 1][0])
+            except AdapterError as error:  # its slot is still in use
+                raise Refused(str(error)) from error
+        return name
+
+    def reference_of(self, request: int) -> Reference:
+        """That of the request's adapter."""
+        number = self._adapter_of.get(request, 0)
+        return self._adapters[number - 1][1] if number else self.reference
 
     def _submit(self, request: int, prompt: Sequence[int], params: Any, salt: str | None) -> int:
         try:
@@ -139,6 +169,7 @@ class Ours(Target):
         is_idle = not (self.engine.has_work or self._later)
         if is_idle:
             self._names.clear()
+            self._adapter_of.clear()
             self.engine.memory.reset()
             self.engine.scheduler.restart(self.engine.pool, [])
             self._draft_always()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,9 +237,11 @@ class _Run:
     def wrong_tokens(self) -> Failure | None:
         """Returns the earliest failure of kind "tokens"."""
         found: list[Failure] = []
-        reference = self.target.reference
         answered = {name: each for name, each in self.requests.items() if each.tokens}
-        for part in _parts(sorted(answered, key=lambda name: len(answered[name].prompt))):
+        alike = defaultdict[Reference, list[int]](list)
+        for name in sorted(answered, key=lambda name: len(answered[name].prompt)):
+            alike[self.target.reference_of(name)].append(name)
+        for reference, part in ((each, part) for each in alike for part in _parts(alike[each])):
             texts = [[*answered[name].prompt, *answered[name].tokens[:-1]] for name in part]
             for name, text, logits in zip(part, texts, reference.logits(texts), strict=True):
                 request = answered[name]

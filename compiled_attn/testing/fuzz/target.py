@@ -77,6 +77,10 @@ class Target:
         """
         raise NotImplementedError
 
+    def reference_of(self, request: int) -> Reference:
+        """Returns the reference of a request's tokens."""
+        return self.reference
+
     def step(self) -> Mapping[int, Sequence[int]]:
         """Runs a step; returns the new tokens of each request."""
         raise NotImplementedError

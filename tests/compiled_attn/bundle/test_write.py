@@ -14,10 +14,11 @@ import torch
 from compiled_attn import LLM
 from compiled_attn.bundle import write_bundle
 from compiled_attn.bundle.write import _other_settings
-from compiled_attn.engine import EngineConfig
+from compiled_attn.engine import Engine, EngineConfig
 from compiled_attn.errors import ConfigError
 from tests.compiled_attn.bundle import served
 from tests.compiled_attn.bundle.conftest import PROMPTS, SHORT
+from tests.compiled_attn.tiny import tiny_model
 
 _NOT_LOADED = "transformers", "sympy", "triton", "torch._inductor", "torch._dynamo"
 _ROOT = Path(__file__).parents[3]
@@ -97,3 +98,10 @@ def llm_of_host(written) -> LLM:
     config = EngineConfig(backend="eager", max_seqs=2, max_tokens_per_step=8, block_size=8)
     with LLM(written.model, config) as llm:
         yield llm
+
+
+def test_a_bundle_of_a_model_with_adapters_is_refused(tmp_path):
+    config = EngineConfig(max_adapters=1, num_blocks=8, context=32, store=False)
+    executor = Engine(tiny_model(), config).executor
+    with pytest.raises(ConfigError, match="a bundle needs a model without adapters, got"):
+        write_bundle(executor, None, tmp_path / "b", "tiny")

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
+from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, cache_size
 from compiled_attn.errors import AdapterError
-from compiled_attn.models.adapters import Adapter, LoraWeight
+from compiled_attn.models.adapters import Adapter, LoraWeight, bytes_of_slots
 from tests.compiled_attn.engine.small import SIZES, prompts_of, small_engine
 from tests.compiled_attn.models.adapters.lora import drawn, merged, saved, settings, tensors
 from tests.compiled_attn.models.hf.families import small_model
@@ -222,6 +222,40 @@ def test_names_are_unique_and_places_are_counted(tmp_path):
         engine.adapters.remove("two")
     with pytest.raises(ValueError, match="expected adapter: None or the name of an adapter, got 3"):
         SamplingParams(adapter=3)
+
+
+def test_the_report_has_slots_and_open_requests_of_each_adapter():
+    model = tiny_model()
+    assert small_engine().report().adapters == {}
+    engine = small_engine(tiny_model(), max_adapters=3, max_adapter_rank=8)
+    for name in ("one", "two"):
+        engine.adapters.add(name, drawn(model, 1))
+    for name in ("one", None, "one"):
+        engine.submit(prompts_of(1)[0], sampling(name))
+    layers = engine.executor.adapters.layers.values()
+    elements = sum(each.in_features + each.out_features for each in layers)
+    assert engine.report().adapters == {
+        "slots": 3, "rank": 8, "bytes": 4 * 8 * 4 * elements, "requests": {"one": 2, "two": 0},
+    }  # fmt: skip
+
+
+def test_the_slots_are_counted_before_the_cache_gets_the_rest_of_the_memory(monkeypatch):
+    config = EngineConfig(max_adapters=3, max_adapter_rank=8)
+    given = (3, 8, ("q_proj", "v_proj"), 4)
+    pool = small_engine(
+        tiny_model(), max_adapters=3, max_adapter_rank=8, adapter_targets=given[2]
+    ).executor.adapters
+    assert bytes_of_slots(tiny_model(), *given) == pool.nbytes
+    assert bytes_of_slots(tiny_model(), 0, *given[1:]) == 0
+    free = 2 * bytes_of_slots(tiny_model(), 3, 8, (), 4)
+    monkeypatch.setattr(cache_size, "free_bytes", lambda _: free)
+    (_, _), (half, _) = cache_size._budgets(tiny_model(), config)
+    (_, _), (more, _) = cache_size._budgets(tiny_model(), EngineConfig())
+    assert half <= free // 4 < more <= free // 2
+    monkeypatch.setattr(cache_size, "memory_for", lambda _: free // 2 + 1000)
+    cache_size._refuse_beyond_memory(tiny_model(), config, 1, 1000)
+    with pytest.raises(ConfigError, match="expected a KV cache of at most 1,000"):
+        cache_size._refuse_beyond_memory(tiny_model(), config, 1, 1001)
 
 
 def test_engines_that_cannot_have_adapters_say_so(tmp_path):

@@ -15,6 +15,7 @@ from tests.compiled_attn.ops.cpu.test_replayer import CALLS, assert_moved
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
 from tests.compiled_attn.ops.packed_layers import ROWS, SIZES, assert_product, layer, packed_as
+from tests.compiled_attn.ops.states.state_cases import LAYERS, Draw, alone
 from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES
 from tests.compiled_attn.ops.test_sampling import (
     DTYPES,
@@ -78,6 +79,11 @@ def main(isa: str, tiles: str) -> None:
                 tokens = settle(ops, logits, draws_of(*DRAWS)).tolist()
                 rows = zip(logits, DRAWS, strict=True)
                 assert tokens == [of_sorted(row, *draw) for row, draw in rows]
+    for dtype, make_layer in product(DTYPES, LAYERS.values()):
+        of_states = make_layer(Draw(dtype), 9)
+        exact, _ = alone(None, of_states.to_double())
+        out, _ = alone(ops, of_states)
+        torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-6)
     for make in CALLS.values():
         assert_moved(ops, ops.replayer(), make)
     print("clean", len(CASES), len(WRITES))

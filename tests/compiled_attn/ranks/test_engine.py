@@ -50,7 +50,8 @@ def test_two_ranks_give_the_tokens_of_one_process_and_layers_are_dense_attention
 
 @pytest.mark.dist
 def test_two_ranks_give_the_tokens_of_one_process_for_more_families():
-    check_families(launch("families", "eager", "qwen3", "gemma2"), "qwen3", "gemma2")
+    names = "qwen3", "gemma2", "qwen3_5_text"  # the last has recurrent states on both ranks
+    check_families(launch("families", "eager", *names), *names)
 
 
 @pytest.mark.dist

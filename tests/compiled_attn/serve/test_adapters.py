@@ -68,6 +68,9 @@ def test_the_model_of_a_request_is_an_adapter(chat_dir, folders):
         for name, text in [*wanted.items()] * 2:
             assert ask(name) == (name, text)
         assert [each.id for each in server.client.models.list()] == ["tiny", "sql", "poems"]
+        text = server.get("/metrics")[1]
+        assert 'adapter_slots{model_name="tiny"} 2.0' in text
+        assert 'adapter_requests{adapter="sql",model_name="tiny"} 0.0' in text
         assert server.client.models.retrieve("sql").parent == "tiny"
         chat = server.client.chat.completions.create(
             model="sql", messages=[{"role": "user", "content": "a"}], max_tokens=2

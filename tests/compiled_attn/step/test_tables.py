@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from compiled_attn import BatchBuilder, Request
-from compiled_attn.step import PartsLayout, StepLimits, TableBatch, TableLayout
+from compiled_attn.step import (
+    PartsLayout,
+    RequestTable,
+    StateTableBatch,
+    StepLimits,
+    TableBatch,
+    TableLayout,
+)
 
 LAYOUT = TableLayout(2, 32)
 LIMITS = StepLimits(256, 32, 100, 1000)
@@ -122,3 +130,36 @@ def test_the_smallest_need_is_that_of_the_last_token_of_a_request_of_so_many_blo
     layout = kind(2, 2).over(8, 4, 3)  # the same layout, of another cache
     rows = BatchBuilder(8, 4).rows_of([Request([1], 4 * blocks - 1, range(7, 7 - blocks, -1))])
     assert layout.plan(rows).need == layout.smallest_need(blocks)
+
+
+def test_only_a_layout_with_states_has_their_slots_in_its_batches():
+    requests = [Request([1], 6, [2, 3], state_slot=4), Request([5, 6], 0, [4], state_slot=1)]
+    rows, bucket = BatchBuilder(8, 4).rows_of(requests), {"tokens": 4, "requests": 3}
+    plain, stateful = (TableLayout(8, 4, 5, has_states=each) for each in (False, True))
+    without, step = (each.plan(rows).fill(bucket) for each in (plain, stateful))
+    assert type(without) is TableBatch and len(without) == 7
+    assert all(map(torch.equal, step, without))
+    assert step.state_slots.tolist() == [4, 1, 0] and step.state_slots.dtype == torch.int32
+    assert plain.metadata(without, 4).state_slots is None
+    metadata = stateful.metadata(stateful.batch([*step]), 4)
+    assert metadata.state_slots is step.state_slots and metadata.seq_lens is step.seq_lens
+    assert stateful.logits_metadata(step, 4).state_slots is None
+    padding = stateful.padding(bucket)
+    assert [each.shape for each in padding] == [each.shape for each in step]
+    assert type(padding) is StateTableBatch and not any(each.any() for each in padding)
+    assert stateful.over(9, 2, 3) == TableLayout(9, 2, 3, has_states=True)
+
+
+def test_rows_of_a_table_carry_the_slots_of_their_requests_through_gaps():
+    table = RequestTable(3, 3, in_place=True)
+    for name, slot in (("a", 3), ("b", 1), ("c", 2)):
+        table.add(name, [slot], slot)
+    table.remove("b")
+    table.close_gaps()
+    table.add("d", [5], 7)
+    rows = BatchBuilder(8, 4).rows(table, table.rows("acd"), [1] * 3, [1] * 3, [1] * 3)
+    step = TableLayout(8, 4, 3, has_states=True).plan(rows).fill({"tokens": 4, "requests": 4})
+    assert step.state_slots.tolist() == [3, 2, 7, 0]
+    table.remove("d")
+    table.add("e", [6])
+    assert table.state_slots[table.row("e")] == 0

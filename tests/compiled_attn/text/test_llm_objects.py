@@ -96,6 +96,26 @@ def test_a_peft_model_is_unwrapped_unless_its_adapter_is_not_in_the_layers(
         LLM(Wrapper(model, prompts=True), config, tokenizer=str(model_dir))
 
 
+def test_the_adapter_of_a_peft_model_is_the_default_beside_others(
+    model, model_dir, config, tmp_path, llm
+):
+    peft = pytest.importorskip("peft", reason="peft, of the extra dev, makes the model")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    whole = peft.get_peft_model(model, lora).eval()
+    whole.save_pretrained(tmp_path)
+    (without,) = llm.generate(["Hello"], SHORT)
+    with LLM(whole, config, tokenizer=str(model_dir), adapters={"again": tmp_path}) as own:
+        assert own.model is model and own.engine.adapters.names == ["default", "again"]
+        named = replace(SHORT, adapter="again")
+        first, second = own.generate(["Hello", "Hello"], [SHORT, named])
+        assert first.text == second.text != without.text
+    assert any(isinstance(each, peft.tuners.lora.LoraLayer) for each in whole.modules())
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -7,6 +7,7 @@
 #include "linear/quantised_ops.h"
 #include "sampling/sample_tokens_op.h"
 #include "schema.h"
+#include "state/state_ops.h"
 
 #ifndef COMPILED_ATTN_NAMESPACE
 #define COMPILED_ATTN_NAMESPACE compiled_attn
@@ -30,6 +31,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kQuantisedRowsSchema);
   m.def(compiled_attn::kAddLoraSchema);
   m.def(compiled_attn::kSampleTokensSchema);
+  m.def(compiled_attn::kStateConvSchema);
+  m.def(compiled_attn::kStateDeltaSchema);
+  m.def(compiled_attn::kStateSsdSchema);
+  m.def(compiled_attn::kStateScanSchema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
@@ -45,4 +50,8 @@ STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("quantised_rows", TORCH_BOX(&compiled_attn::quantised_rows));
   m.impl("add_lora", TORCH_BOX(&compiled_attn::add_lora));
   m.impl("sample_tokens", TORCH_BOX(&compiled_attn::sample_tokens));
+  m.impl("state_conv_", TORCH_BOX(&compiled_attn::state_conv_));
+  m.impl("state_delta_", TORCH_BOX(&compiled_attn::state_delta_));
+  m.impl("state_ssd_", TORCH_BOX(&compiled_attn::state_ssd_));
+  m.impl("state_scan_", TORCH_BOX(&compiled_attn::state_scan_));
 }

@@ -73,4 +73,29 @@ constexpr const char* kSampleTokensSchema =
     Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform
   ) -> Tensor)schema";
 
+// The state ops continue `state[slots[r]]` where a request has earlier tokens, and write it back.
+constexpr const char* kStateConvSchema =
+    R"schema(state_conv_(
+    Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state,
+    Tensor slots, Tensor seq_lens, Tensor query_start_loc, bool silu
+  ) -> Tensor)schema";
+
+constexpr const char* kStateDeltaSchema =
+    R"schema(state_delta_(
+    Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state,
+    Tensor slots, Tensor seq_lens, Tensor query_start_loc, bool l2norm, float? scale
+  ) -> Tensor)schema";
+
+constexpr const char* kStateSsdSchema =
+    R"schema(state_ssd_(
+    Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) state,
+    Tensor slots, Tensor seq_lens, Tensor query_start_loc
+  ) -> Tensor)schema";
+
+constexpr const char* kStateScanSchema =
+    R"schema(state_scan_(
+    Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) state,
+    Tensor slots, Tensor seq_lens, Tensor query_start_loc
+  ) -> Tensor)schema";
+
 }  // namespace compiled_attn

@@ -28,15 +28,16 @@ def test_logits_are_those_of_dense_attention_to_rounded_keys_and_values(kind, fa
     assert (rounded - last_logits(model, TEXT)).std() > 4e-3 * rows.std()
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text", "deepseek_v3"])
-def test_windows_shared_layers_and_latents_are_rounded_as_the_paged_cache_does(family):
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text", "deepseek_v3", "jamba", "lfm2"])
+def test_windows_shared_layers_and_latents_are_rounded_as_the_paged_cache_does(family, ops):
     model = small_model(family)
     with torch.no_grad():
         rounded = last_logits(model, TEXT, torch.int8)
         plain = last_logits(model, TEXT)
     paged = PagedCausalLM(model, cache_for(model, 8, 4))
     cache = small_cache(paged.cache, 8, 4, torch.int8)
-    logits = step_logits(paged, cache, [Request(TEXT, 0, [1, 2, 3, 4, 5])])[0].double()
+    request = Request(TEXT, 0, [1, 2, 3, 4, 5], state_slot=1)
+    logits = step_logits(paged, cache, [request])[0].double()
     assert (logits - rounded).std() < 0.1 * (rounded - plain).std()
 
 

@@ -76,10 +76,7 @@ def test_an_encoder_decoder_is_called_one():
         ("hrm_text", "several calls a step"),
         ("doge", "DogeAttention that builds a mask of its own"),
         ("llama4_text", "layers of type chunked_attention"),
-        ("lfm2", "layers of type conv"),
         ("bloom", "attention code of its own, which does not use AttentionInterface"),
-        ("mamba", "layers of type linear_attention"),
-        ("inkling_text", "layers of type hybrid"),
         ("deepseek_v4", "layers of type heavily_compressed_attention"),
     ],
 )

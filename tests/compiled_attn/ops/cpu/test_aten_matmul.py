@@ -43,7 +43,14 @@ def with_bias(dtype, *rows):
     return aten.addmm.out, [draw(*rows, 40, dtype=dtype), *product(dtype)[1]]
 
 
+def batch_of_one(dtype, *sizes):
+    rows, inner, columns = sizes or (5, 24, 40)
+    left = draw(1, inner, rows, dtype=dtype).transpose(1, 2)
+    return aten.bmm.out, [left, draw(inner, columns, dtype=dtype).expand(1, -1, -1)]
+
+
 MAKERS = [product, transposed, part_of_rows, with_bias, lambda dtype: with_bias(dtype, 5)]
+MAKERS += [batch_of_one, lambda dtype: batch_of_one(dtype, 5, 2, 40)]
 
 
 def replay_at(replayer, call, moved):
@@ -65,7 +72,7 @@ def copy_of(tensor):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_does_the_same_in_other_memory(replayer, make, dtype):
     op, args = make(dtype)
-    out = op(*args, out=torch.empty(5, 40, dtype=dtype))
+    out = op(*args, out=torch.empty(0, dtype=dtype))
     call = replayer.call_of(op, args, {"out": out}, out)
     others, again = [copy_of(each) for each in args], torch.full_like(out, 7)
     where = {
@@ -103,7 +110,7 @@ def test_so_does_a_layer_of_onednn(replayer, rows, has_bias):
         (aten.mm.out, [torch.ones(2, 3).double(), torch.ones(3, 2).double()], {}),
         (aten.addmm.out, [torch.ones(2, 2), torch.ones(2, 3), torch.ones(3, 2)], {"beta": 2}),
         (aten.mm.out, [COMPLEX.conj(), COMPLEX.t()], {}),
-        (aten.bmm.out, [torch.ones(1, 2, 3), torch.ones(1, 3, 2)], {}),
+        (aten.bmm.out, [torch.ones(2, 2, 3), torch.ones(2, 3, 2)], {}),
     ],
     ids=["float64", "scaled bias", "conjugate", "batch"],
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compiled_attn.engine import SamplingParams
+from compiled_attn.engine.adapters import ServedAdapter
 from compiled_attn.engine.sampler import SampleRequest, sample_requests
 from compiled_attn.engine.speculation import verify
 from compiled_attn.testing.fuzz import Operation, Settings, Trace, generate, run
@@ -33,6 +34,16 @@ def test_drafts_are_accepted_in_part_and_change_no_token(monkeypatch):
     assert counts["drafted"] > 1.2 * counts["accepted"] > 120 and counts["preemptions"]
     monkeypatch.setattr(verify, "_matches", lambda rows, row, part: len(part.draft))
     assert run(trace, Ours(trace.settings, speculate="ngram:3")).kind == "tokens"
+
+
+def test_requests_take_turns_with_adapters_that_come_and_go(monkeypatch):
+    counts = Counter()
+    for seed in range(4):
+        trace = generate(seed, Ours, 50)
+        assert run(trace, Ours(trace.settings, max_adapters=2), counts) is None
+    assert counts["preemptions"] and counts["hits"] and counts["refused"] < counts["requests"] / 4
+    monkeypatch.setattr(ServedAdapter, "salt", lambda own, salt: salt)  # all share prefixes
+    assert run(trace, Ours(trace.settings, max_adapters=2)).kind == "tokens"
 
 
 def keep_blocks(target):

@@ -47,12 +47,12 @@ int32_t dtype_of_torch(int64_t code) {
   }
 }
 
-// dims 1: the first row
+// dims 1: the first row; 3: a batch of one
 Tensor tensor_of(const Matrix& matrix, int dims = 2) {
-  const int64_t sizes[] = {matrix.rows, matrix.columns};
-  const int64_t strides[] = {matrix.row_stride, matrix.column_stride};
+  const int64_t sizes[] = {1, matrix.rows, matrix.columns};
+  const int64_t strides[] = {0, matrix.row_stride, matrix.column_stride};
   AtenTensorHandle tensor;
-  check(aoti_torch_create_tensor_from_blob(matrix.data, dims, sizes + 2 - dims, strides + 2 - dims,
+  check(aoti_torch_create_tensor_from_blob(matrix.data, dims, sizes + 3 - dims, strides + 3 - dims,
                                            0, dtype_of_torch(matrix.dtype),
                                            aoti_torch_device_type_cpu(), 0, &tensor));
   return Tensor(tensor);
@@ -64,6 +64,11 @@ void multiply(const Product& product) {
   if (!product.bias.data) return check(aoti_torch_cpu_mm_out(out.get(), left.get(), right.get()));
   const Tensor bias = tensor_of(product.bias);
   check(aoti_torch_cpu_addmm_out(out.get(), bias.get(), left.get(), right.get(), 1, 1));
+}
+
+void multiply_batch(const Product& product) {
+  const Tensor left = tensor_of(product.left, 3), right = tensor_of(product.right, 3);
+  check(aoti_torch_cpu_bmm_out(tensor_of(product.out, 3).get(), left.get(), right.get()));
 }
 
 // By oneDNN, which allocates its output, so it is copied; `right` is the transposed weight.
@@ -93,6 +98,11 @@ void multiply_by_onednn(const Product& product) {
 CA_EXPORT void compiled_attn_matmul(const int64_t* words) {
   using namespace compiled_attn;
   in_op("a matrix product", [&] { multiply(read_args<Product>(words)); });
+}
+
+CA_EXPORT void compiled_attn_bmm(const int64_t* words) {
+  using namespace compiled_attn;
+  in_op("a matrix product", [&] { multiply_batch(read_args<Product>(words)); });
 }
 
 CA_EXPORT void compiled_attn_onednn_matmul(const int64_t* words) {
