@@ -41,8 +41,9 @@ def prompts_of(count: int, vocab: int) -> list[list[int]]:
 
 def served(
     folder: Path, dtype: torch.dtype, count: int, *, same_bits: bool
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Serves the traffic; prints its speed; returns sequences and log-probabilities."""
+) -> tuple[list[list[int]], list[list[float]], tuple[float, float]]:
+    """Serves the traffic; prints its speed; returns sequences, log-probabilities and tokens per
+    second of the traffic and of the prompts."""
     config = EngineConfig(
         **{name: getattr(CONFIG, name) for name in CONFIG.__slots__} | {"same_bits": same_bits}
     )
@@ -72,7 +73,8 @@ def served(
     )
     engine.executor.close()
     sequences = [[*p, *r.tokens] for p, r in zip(prompts, results, strict=True)]
-    return sequences, [[each.logprob for each in result.logprobs] for result in results]
+    logprobs = [[each.logprob for each in result.logprobs] for result in results]
+    return sequences, logprobs, (made / seconds, prompt_speed)
 
 
 def differing(
@@ -109,11 +111,14 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name in options.dtypes:
         dtype = getattr(torch, name)
-        found = served(folder, dtype, options.tokens, same_bits=True)
+        *found, with_bits = served(folder, dtype, options.tokens, same_bits=True)
         gc.collect()
+        *_, without = served(folder, dtype, options.tokens, same_bits=False)
+        gc.collect()
+        costs = [f"{other / own:.2f}" for own, other in zip(with_bits, without, strict=True)]
+        print(f"{name}: traffic takes {costs[0]} times as long with same_bits, prompts {costs[1]}")
         different, count = differing(folder, dtype, *found)
         print(f"{name}: {different} of {count} log-probabilities differ in a bit", flush=True)
-        served(folder, dtype, options.tokens // 5, same_bits=False)
         gc.collect()
 
 

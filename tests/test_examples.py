@@ -31,6 +31,7 @@ from graphs.backends.aoti import AotiBackend
 from graphs.backends.eager import EagerBackend
 from graphs.backends.inductor import InductorBackend
 from tests.compiled_attn.text.models import save_chat_model
+from tests.compiled_attn.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -168,6 +169,14 @@ def test_stream_prints_each_token_before_its_result(monkeypatch, capsys):
         assert f"request {index}: done, {tokens}" in out
         assert len(tokens) == 8
     assert "request 2: aborted, 0 blocks in use" in out
+
+
+@pytest.mark.slow
+def test_rl_scores_samples_and_scores_with_the_same_bits(tmp_path, monkeypatch, capsys):
+    tiny_model().save_pretrained(tmp_path)
+    sizes = ["--steps", "2", "--requests", "3", "--tokens", "8"]
+    out = _run_example("rl_scores.py", monkeypatch, capsys, ["--model", str(tmp_path), *sizes])
+    assert out.count("sampler and scorer differ by 0.0") == 2
 
 
 def test_wrap_your_module_serves_batches_of_any_size(monkeypatch, capsys):

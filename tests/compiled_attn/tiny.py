@@ -46,7 +46,7 @@ FAMILIES = {
 
 def tiny_model(family: str = "llama", seed: int = 0, **sizes: int) -> PreTrainedModel:
     """A two-layer model of a family, float32, seeded, without an end-of-sequence token."""
-    config = CONFIG_MAPPING[family](**{**_SIZES, **FAMILIES[family], **sizes})
+    config = CONFIG_MAPPING[family](**{**_SIZES, **FAMILIES.get(family, {}), **sizes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
