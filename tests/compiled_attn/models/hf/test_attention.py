@@ -67,5 +67,5 @@ def test_an_engine_serves_latents_with_shared_prefixes(kernel, request):
     if kernel == "native":
         request.getfixturevalue("ops")
     model = small_model("deepseek_v3")
-    expected, tokens = serve(model, kernel)
+    expected, tokens = serve(model, kernel, {})
     assert tokens == expected
