@@ -106,14 +106,9 @@ class LocalExecutor:
         with touched_later():  # after the measurements of packing and oneDNN
             slots = 2 if sizing.states is None else sizing.states.slots
             self.cache = cache_for(
-                model,
-                blocks,
-                size,
-                dtype=dtype,
-                near_blocks=near,
-                state_slots=slots,
+                model, blocks, size, dtype=dtype, near_blocks=near, state_slots=slots,
                 latents=not config.same_bits,
-            )
+            )  # fmt: skip
             packed = packs(model, config, self.kernel)
             self.adapters = adapter_pool(model, config, sizing.buckets)
             self.module = PagedCausalLM(model, self.cache, sizing.layout, packed, self.adapters)
