@@ -72,9 +72,9 @@ def _check_scoring(call: PagedCall) -> None:
     if window is not None:
         _expect(call.causal, "causal=True with a window", call.causal, "None is no window")
         _expect(window >= 1, "window of at least 1", window, "None is no window")
-    segment, whole = call.segment, call.segment is None or call.segment % _SEGMENT_UNIT == 0
-    expected = f"segment of a multiple of {_SEGMENT_UNIT}"
-    _expect(whole and segment != 0, expected, segment, "None is no segment")
+    segment = call.segment
+    whole = segment is None or (segment > 0 and segment % _SEGMENT_UNIT == 0)
+    _expect(whole, f"segment of a multiple of {_SEGMENT_UNIT}", segment, "None is no segment")
     positive = softcap is None or softcap > 0
     _expect(positive, "a positive softcap or None", softcap, "None is no softcap")
 
