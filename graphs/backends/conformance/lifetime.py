@@ -80,6 +80,7 @@ def memory_of_runs(subject: Subject) -> None:
             held.extend((weakref.ref(x), weakref.ref(graph.run(x))))
 
     runs(4)
+    gc.collect()
     _return_freed_memory()
     before = _bytes(subject)
     runs(_RUNS)
