@@ -26,14 +26,9 @@ CONFIG: dict[str, Any] = {
     "num_blocks": 40, "max_graphs": 6,
 }  # fmt: skip
 UNTIED = {"tie_word_embeddings": False}
-LATENTS = {
-    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2,
-}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "a window and softcaps": ("gemma2", UNTIED, {}),
-    "latents": ("deepseek_v2", LATENTS, {}),
     "int4 weights": ("llama", {}, {"weights": "int4"}),
     "int8": ("llama", {}, {"kv_dtype": "int8"}),
 }
