@@ -237,7 +237,7 @@ class NamedAdapters:
         del self._by_name[name]
 
     def of(self, name: str | None) -> ServedAdapter:
-        """X.
+        """Returns the adapter of a request; for no name the default, or else that of slot 0.
 
         Raises:
             ConfigError: there is no adapter of that name.

@@ -121,8 +121,8 @@ class CacheSize:
         memory, and at most what `max_seqs` requests of full context fill; one such request always
         fits. Half of the free memory is rounded down to a power of two, so that it is the same at
         the next start: captured graphs depend on the size of the cache. What the slots of adapters
-        will take is not free. On an accelerator, which
-        nothing else uses, it is four fifths of the free memory, in 64ths of the total.
+        will take is not free. On an accelerator, which nothing else uses, it is four fifths of the
+        free memory, in 64ths of the total.
 
         Args:
             ranks: ranks that divide a context; the size is that of one rank.

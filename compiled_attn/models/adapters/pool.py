@@ -199,12 +199,14 @@ def bytes_of_slots(
     Args:
         itemsize: bytes of an element of the matrices.
     """
+    if not max_adapters:
+        return 0
     sizes = [
         features_of(module) or (0, 0)
         for name, module in model.named_modules()
         if not targets or name.rpartition(".")[2] in targets
     ]
-    return (1 + max_adapters) * max_rank * itemsize * sum(map(sum, sizes)) if max_adapters else 0
+    return (1 + max_adapters) * max_rank * itemsize * sum(map(sum, sizes))
 
 
 @contextlib.contextmanager
