@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -22,6 +20,7 @@ from compiled_attn.cli.options import (
     given_settings,
     taking,
 )
+from compiled_attn.garbage import rare_collections
 
 __all__ = ["app", "run_command"]
 
@@ -40,20 +39,8 @@ app = typer.Typer(
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
     arguments = None if argv is None else list(argv)
-    with _rare_collections():
+    with rare_collections:
         return exit_code_of(lambda: app(args=arguments, prog_name=_NAME, standalone_mode=False))
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collects garbage more rarely: imports and compiles make objects by the million, and keep
-    them; collections took 6 to 8 % of a start."""
-    before = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _examples(*commands: str) -> str:

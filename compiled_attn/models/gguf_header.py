@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; limits are those of l
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -88,7 +89,7 @@ def open_gguf(file: Path) -> GGUFFile:
 
 @contextmanager
 def fast_readers() -> Iterator[None]:
-    """Context in which transformers reads GGUF files in a third of the time."""
+    """Context in which transformers reads a GGUF file once, in a third of the time."""
     import gguf
 
     before = gguf.GGUFReader
@@ -104,7 +105,7 @@ def fast_readers() -> Iterator[None]:
         def data(self, mapped: NDArray[Any]) -> None:
             self._plain = np.asarray(mapped)  # keeps the mapping alive
 
-    gguf.GGUFReader = FastReader  # type: ignore[misc]
+    gguf.GGUFReader = functools.cache(FastReader)  # type: ignore[misc]
     try:
         yield
     finally:

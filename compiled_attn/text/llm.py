@@ -18,6 +18,7 @@ from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Stream
 from compiled_attn.engine.adapters import with_adapters
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.errors import ConfigError, RequestFailed
+from compiled_attn.garbage import rare_collections
 from compiled_attn.models import load_model, served_model
 from compiled_attn.models.adapters import PeftAdapters
 from compiled_attn.models.folder import will_convert
@@ -84,6 +85,7 @@ class LLM:
             print(answer.text)
     """
 
+    @rare_collections
     def __init__(
         self,
         model: str | Path | PreTrainedModel | None = None,

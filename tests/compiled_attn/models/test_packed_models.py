@@ -11,7 +11,7 @@ from torch import nn
 
 from compiled_attn.errors import ModelRefused
 from compiled_attn.models import packed
-from compiled_attn.models.hf import PagedCausalLM, cache_for
+from compiled_attn.models.hf import PagedCausalLM, cache_for, equality
 from compiled_attn.models.hf.proof import check
 from compiled_attn.models.hf.rounding import last_logits, rounding_of
 from compiled_attn.models.packed import (
@@ -135,3 +135,16 @@ def test_a_model_that_does_not_tolerate_int8_is_refused_and_left_unchanged(monke
         PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_rounded("int8"))
     assert_state(model, state)
     assert not packed_weights(model)
+
+
+def test_weights_of_4_bits_may_change_logits_more_than_those_of_8(monkeypatch):
+    def distances(paged, *_):  # 0.8: as of SmolLM2-135M
+        return torch.full((12,), 0.8 if packed.quantised_weights(paged.model) else 0.0)
+
+    monkeypatch.setattr(equality, "_distances", distances)
+    model = llama("int4")
+    paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_rounded("int4"))
+    assert paged.quantised
+    model = llama("int8")
+    with pytest.raises(ModelRefused, match="tolerates quantised weights"):
+        PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_rounded("int8"))
