@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from accelerator.timing import wait
+
 __all__ = ["KINDS", "kind_of", "shares"]
 
 KINDS = ("attention", "linear", "sampling", "other", "host")
@@ -37,7 +39,7 @@ def shares(run: Callable[[], object], device: torch.device) -> dict[str, float]:
     with profile(activities=activities) as found:
         started = time.perf_counter()
         run()
-        torch.accelerator.synchronize(device) if on_device else None
+        wait(device)
         wall = 1e6 * (time.perf_counter() - started)
     return _divided(found.key_averages(), wall, on_device)
 
