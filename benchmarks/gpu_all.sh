@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All that a machine with a GPU is for, in parts of under ten minutes each: the tests marked gpu
-# (the op's, the engine's, CUDA graphs, the conformance suites), the op against others, its tiles,
-# recorded steps next to fresh ones, and engines' tokens a second; at last a table of the goals.
+# (the op's, the engine's, CUDA graphs, the conformance suite of backends), the conformance kit, the
+# op against others, its tiles, recorded steps next to fresh ones, and engines' tokens a second; at
+# last a table of the goals.
 # Each part has a limit of its own, in seconds, and its files in the folder as it goes; one that
 # fails or is cut off costs the others nothing.
 #
@@ -9,7 +10,7 @@
 #
 # FOLDER: benchmarks/results; DEVICE: cuda; PARTs: those below, in this order.
 # Where a command may take ten minutes, run the sets one by one: set1 (tests attention codes
-# replays), set2 (weights tiles serving sanitizer), set3 (engines goals).
+# replays), set2 (weights tiles serving sanitizer), set3 (kit engines goals).
 # LIMIT=580 for a part, one part a call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,6 +20,7 @@ PARTS=("${@:3}")
 [ ${#PARTS[@]} -gt 0 ] || PARTS=(set1 set2 set3)
 PYTHON=${PYTHON:-python3}
 ARGS=${ARGS:-} # of gpu.py
+KIT=${KIT:-}   # of the conformance kit
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 failed=0
@@ -54,6 +56,11 @@ sanitizer() {
     --json "$OUT/gpu_sanitizer.json"
 }
 
+kit() {
+  step gpu_kit 60 "$PYTHON" -m compiled_attn.testing --device "$DEVICE" \
+    benchmarks/accelerator/dispatched.py:paged_attention_ --json "$OUT/gpu_kit.json" $KIT
+}
+
 goals() { step gpu_goals 20 "$PYTHON" benchmarks/gpu_goals.py "$OUT" --json "$OUT/gpu_goals.json"; }
 
 [ "$DEVICE" != cuda ] ||
@@ -62,17 +69,17 @@ run() {
   case $1 in
     set1) for each in tests attention codes replays; do run "$each"; done ;;
     set2) for each in weights tiles serving sanitizer; do run "$each"; done ;;
-    set3) for each in engines goals; do run "$each"; done ;;
-    tests | sanitizer | goals) "$1" ;;
+    set3) for each in kit engines goals; do run "$each"; done ;;
+    tests | sanitizer | kit | goals) "$1" ;;
     attention) measure attention 180 ;;
     codes) measure codes 70 ;;
     replays) measure replays 70 ;;
     weights) measure weights 70 ;;
     tiles) measure tiles 115 ;;
     serving) measure serving 80 ;;
-    engines) measure engines 540 ;;
+    engines) measure engines 470 ;;
     *) echo "== expected parts of tests, attention, codes, replays, weights, tiles, serving," \
-      "sanitizer, engines, goals, got $1" && failed=1 ;;
+      "sanitizer, kit, engines, goals, got $1" && failed=1 ;;
   esac
 }
 for part in "${PARTS[@]}"; do run "$part"; done

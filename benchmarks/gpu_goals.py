@@ -59,6 +59,7 @@ def table(folder: Path) -> dict[str, tuple[str, str]]:
             "; ".join(_gains(each) for each in layers) or NOTHING,
         ),
         "tests": ("", _tests(folder / "gpu_tests.txt")),
+        "conformance kit": ("", _kit(folder / "gpu_kit.json")),
         "compute-sanitizer": ("", _list(TOOLS, tools, lambda row: row["state"])),
         "replays that differ": ("0", _replays(_part(folder, "replays"))),
         "engine over generate_batch, vLLM, SGLang": (
@@ -133,6 +134,10 @@ def _replays(rows: Rows) -> str:
     count = sum(row["replays"] for row in recorded)
     different = sum(row["different"] for row in recorded)
     return f"{different} of {count:,}" if recorded else NOTHING
+
+
+def _kit(path: Path) -> str:
+    return str(json.loads(path.read_text())["passed"]) if path.exists() else NOTHING
 
 
 def _tests(path: Path) -> str:

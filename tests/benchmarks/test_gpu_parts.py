@@ -19,6 +19,7 @@ import gpu_sanitizer
 from accelerator import engines, replays, shares, weights
 
 from compiled_attn.ops import load
+from compiled_attn.testing.kit.command import run_command
 
 CPU = torch.device("cpu")
 
@@ -118,6 +119,14 @@ def test_tests_that_do_not_run_do_not_pass():
     assert gpu_sanitizer.parsed(0, "no tests ran")["state"] == "failed (0)"
 
 
+def test_the_kit_runs_the_op_of_the_dispatcher(tmp_path):
+    op = docs_page.ROOT / "benchmarks" / "accelerator" / "dispatched.py"
+    report = tmp_path / "gpu_kit.json"
+    command = [f"{op}:paged_attention_", "-k", "plain", "--json", str(report)]
+    assert run_command(command) == 0
+    assert gpu_goals.table(tmp_path)["conformance kit"][1].endswith("cases")
+
+
 def test_a_goal_is_measured_or_says_that_it_is_not(tmp_path):
     assert {cells[1] for cells in gpu_goals.table(tmp_path).values()} == {"not measured"}
     attention = [
@@ -137,11 +146,12 @@ def test_a_goal_is_measured_or_says_that_it_is_not(tmp_path):
         text = json.dumps({"device": "NVIDIA H100", name: rows})
         (tmp_path / f"gpu_{name}.json").write_text(text)
     (tmp_path / "gpu_tests.txt").write_text("1 failed, 340 passed, 7 deselected in 9 s")
+    (tmp_path / "gpu_kit.json").write_text('{"passed": "9 of 9 cases"}')
     measured = [cells[1] for cells in gpu_goals.table(tmp_path).values()]
     no = "not measured"
     assert measured == [
         f"0.90, {no}, {no}, {no}", f"0.75, {no}, {no}, {no}", "20.0 us", f"{no}, {no}, 1.50, {no}",
-        "QKV 2.50, 2.00", "1 failed, 340 passed", no, "0 of 1,000", f"1.50, {no}, {no}, {no}",
+        "QKV 2.50, 2.00", "1 failed, 340 passed", "9 of 9 cases", no, "0 of 1,000", f"1.50, {no}, {no}, {no}",
         f"0.10, 0.60, 0.10, 0.20, {no}",
     ]  # fmt: skip
     assert gpu_goals.question(tmp_path)["columns"][0]["shows"] == "NVIDIA H100"
