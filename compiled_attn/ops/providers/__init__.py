@@ -6,9 +6,16 @@
 from __future__ import annotations
 
 from compiled_attn.ops.providers.base import Paged, Provider
+from compiled_attn.ops.providers.dense_paged import DensePaged
+from compiled_attn.ops.providers.fa3 import FlashAttention3
+from compiled_attn.ops.providers.flashinfer import FlashInfer
 from compiled_attn.ops.providers.varlen import VarlenKernel
 
 __all__ = ["PROVIDERS", "Paged", "Provider"]
 
-PROVIDERS: dict[str, Provider] = {each.name: each for each in (VarlenKernel(),)}
+_ALL: tuple[Provider, ...] = (
+    VarlenKernel(), DensePaged(), FlashAttention3(), FlashInfer(),
+)  # fmt: skip
+
+PROVIDERS: dict[str, Provider] = {each.name: each for each in _ALL}
 """By name, in the order in which they are measured."""

@@ -19,8 +19,16 @@ from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.providers import flash
 from compiled_attn.ops.providers.base import Paged
 
-__all__ = ["VarlenKernel", "active_implementation"]
+__all__ = [
+    "OPTIONS",
+    "VarlenKernel",
+    "active_implementation",
+    "lacks_arguments",
+    "options",
+    "varlen_attn",
+]
 
+OPTIONS = "return_aux", "scale", "window_size", "enable_gqa"
 _MODULE = "torch.nn.attention.varlen"
 
 
@@ -40,7 +48,7 @@ class VarlenKernel:
     def attend(self, call: PagedCall, paged: Paged) -> tuple[Tensor, Tensor]:
         """See `compiled_attn.ops.providers.Provider`."""
         tokens, width = call.query.shape[0], call.block_table.shape[1]
-        out, lse = _varlen_attn()(
+        out, lse = varlen_attn(
             call.query, call.key_cache, call.value_cache, call.query_start_loc, None, tokens,
             width * call.key_cache.shape[1], **options(call), seqused_k=call.seq_lens,
             block_table=call.block_table,
@@ -55,18 +63,25 @@ def active_implementation() -> str | None:
 
 
 def options(call: PagedCall) -> dict[str, Any]:
-    """Returns the options of ``varlen_attn`` that any use of it has."""
+    """Returns the options of ``varlen_attn`` that each use of it has."""
     aux: Any = import_module(_MODULE)
-    return {
-        "return_aux": aux.AuxRequest(lse=True), "scale": float(call.scoring.scale),
-        "window_size": flash.window_of(call),
-        "enable_gqa": call.query.shape[1] != call.key_cache.shape[2],
-    }  # fmt: skip
+    is_grouped = call.query.shape[1] != call.key_cache.shape[2]
+    values = aux.AuxRequest(lse=True), float(call.scoring.scale), flash.window_of(call), is_grouped
+    return dict(zip(OPTIONS, values, strict=True))
 
 
-def _varlen_attn() -> Callable[..., Any]:
-    function: Callable[..., Any] = import_module(_MODULE).varlen_attn
-    return function
+def varlen_attn(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Calls ``torch.nn.attention.varlen.varlen_attn``; returns out and lse ``[H, T]``."""
+    out, lse = import_module(_MODULE).varlen_attn(*tensors, **options)
+    return out, lse
+
+
+def lacks_arguments(*names: str) -> str | None:
+    """Returns that torch's function does not take all of some arguments, or None."""
+    lacks = [each for each in names if each not in _parameters(import_module(_MODULE).varlen_attn)]
+    if not lacks:
+        return None
+    return f"needs torch 2.12: the one of {torch.__version__} takes no {', '.join(lacks)}"
 
 
 @functools.cache
@@ -75,8 +90,8 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _unavailable(call: PagedCall) -> str | None:
-    if "block_table" not in _parameters(_varlen_attn()):
-        return f"needs torch 2.12: the one of {torch.__version__} takes no block table"
+    if lacks := lacks_arguments(*OPTIONS, "block_table"):
+        return lacks
     active, page = active_implementation(), call.key_cache.shape[1]
     if active not in ("FA3", "FA4"):
         return (

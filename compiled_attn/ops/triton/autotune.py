@@ -19,13 +19,14 @@ from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.providers import PROVIDERS
 from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend, compile_plan
-from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of
+from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of, failed
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
 
 __all__ = ["call_of", "measuring", "tune"]
 
 _COLD_BYTES = 1 << 28  # of keys and of values: more than any L2 cache
 _ROUNDS = 7
+_MAX_ERROR = 0.05  # many roundings of bfloat16, less than another scale or mask makes
 
 _log = logging.getLogger(__name__)
 
@@ -139,10 +140,10 @@ def _or_provider(problem: Problem, best: Plan, call: PagedCall, clock: Clock) ->
         plan = best._replace(kernel=name)
         try:
             times[plan] = clock(partial(attend, call, plan))
+            _check(attend(call, plan), attend(call, best))
         except Exception as error:  # libraries report some limits only when called, by any type
-            reason = "failed: " + str(error).partition("\n")[0]
-            _log.warning("%s is not used: it %s", name, reason)
-            REFUSED[device, problem, name] = reason, None
+            times.pop(plan, None)
+            REFUSED[device, problem, name] = failed(name, error), None
     if not times:
         return best
     times = {best: clock(partial(attend, call, best)), **times}
@@ -151,6 +152,15 @@ def _or_provider(problem: Problem, best: Plan, call: PagedCall, clock: Clock) ->
         speed = times[fastest] / time if time else 1.0
         REFUSED[device, problem, plan.kernel] = f"was slower than {fastest.kernel}", speed
     return fastest
+
+
+def _check(results: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    """Raises unless results are about Triton's: libraries change what their arguments mean."""
+    (out, lse), (want, want_lse) = results, wanted
+    error = float((out - want).abs().max() / want.abs().max())
+    lse_error = float((lse - want_lse).abs().max())
+    if not max(error, lse_error) <= _MAX_ERROR:  # or NaN
+        raise ArithmeticError(f"out differs by {error:.2g} from Triton's, lse by {lse_error:.2g}")
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:

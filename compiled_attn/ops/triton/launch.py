@@ -70,11 +70,19 @@ def paged_attention_(
 
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Computes a call with valid shapes; plan: None: the measured one, or the default."""
-    plan = plan or _plan_of(call)
-    provider = PROVIDERS.get(plan.kernel)
-    if provider is not None and provider.why_not(call) is None:
-        return provider.attend(call, functools.partial(_launch, plan=plan, run=_run))
-    return _launch(call, plan, _run)
+    chosen = plan or _plan_of(call)
+    paged = functools.partial(_launch, plan=chosen, run=_run)
+    provider = PROVIDERS.get(chosen.kernel)
+    if provider is None or provider.why_not(call) is not None:
+        return paged(call)
+    try:
+        with _device(call.query):
+            return provider.attend(call, paged)
+    except Exception as error:  # libraries report some limits only when called, by any type
+        if plan is not None or PLANS.measure is None:
+            raise
+        PLANS.refuse(problem_of(call), call.query.device, error)
+        return paged(call)
 
 
 def compile_plan(call: PagedCall, plan: Plan) -> None:

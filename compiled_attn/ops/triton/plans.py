@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TypeAlias
@@ -13,8 +14,11 @@ from compiled_attn.ops.providers import PROVIDERS
 from compiled_attn.ops.triton.tiles import Chip, Plan, Problem, Tile, plan
 
 __all__ = [
-    "PLANS", "REFUSED", "Exported", "Plans", "Refusal", "chip_of", "note", "provider_notes",
+    "PLANS", "REFUSED", "Exported", "Plans", "Refusal", "chip_of", "failed", "note",
+    "provider_notes",
 ]  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 _UNKNOWN = Chip(132, is_hopper=False)  # without a CUDA device
 
@@ -29,6 +33,13 @@ Kind: TypeAlias = tuple[str, Problem, str | None]
 
 Exported: TypeAlias = list[int | str]
 """A plan in JSON: rows, keys, warps, stages, splits, kernel."""
+
+
+def failed(name: str, error: Exception) -> str:
+    """Returns the first line of what a provider raised as the reason not to use it."""
+    reason = f"failed: {str(error).partition(chr(10))[0] or type(error).__name__}"
+    _log.warning("%s is not used: it %s", name, reason)
+    return reason
 
 
 def note(plans: Plans, call: PagedCall, problem: Problem, plan: Plan) -> None:
@@ -80,6 +91,13 @@ class Plans:
         if found is None and self.measure and not _is_capturing(device):
             found = self._measured[device, problem] = self.measure(problem, device)
         return found or _default(problem, device)
+
+    def refuse(self, problem: Problem, device: torch.device, error: Exception) -> None:
+        """Uses Triton's kernel from now on for a problem whose provider failed in a warmup."""
+        plan = self._measured[device, problem]
+        self._measured[device, problem] = plan._replace(kernel="triton")
+        self.kinds.pop((plan.kernel, problem, None), None)
+        self.kinds[plan.kernel, problem, failed(plan.kernel, error)] = None
 
     def export(self, device: torch.device) -> dict[str, Exported]:
         """Returns a device's measured plans for JSON, by problem name."""

@@ -35,7 +35,17 @@ class Fake:
 
     def attend(self, call, paged):
         self.served += 1
+        if call.scoring.window:
+            raise ValueError("no window\nat line 3")
         return paged(call)
+
+
+class Other(Fake):
+    """A provider that scales by another base."""
+
+    def attend(self, call, paged):
+        out, lse = paged(call)
+        return out, lse * 1.4427
 
 
 @pytest.fixture
@@ -89,7 +99,7 @@ def test_a_plan_takes_its_kernel_for_the_calls_that_it_can_serve(install):
     from compiled_attn.ops.triton.launch import attend
 
     (fake,) = install(Fake("fast"))
-    for options, served in (({}, 1), ({"softcap": 2.0}, 1), ({"window": 3}, 2)):
+    for options, served in (({}, 1), ({"softcap": 2.0}, 1), ({"causal": False}, 2)):
         step = scene(MIXED, dtype=BF16, **options)
         assert_right(attend(step.call, Plan(TILE, 1, "fast")), step)
         assert fake.served == served
@@ -128,6 +138,52 @@ def test_the_report_says_what_each_serves_and_why_it_does_not_serve_the_others(i
         "faster": "serves 0 of 1 kinds of calls; 1 not, as it needs sm_90, not sm_80",
     }
     assert warmup() == {}
+
+
+def test_a_provider_that_fails_in_the_warmup_alone_is_not_used_again(install, warmup):
+    (fake,) = install(Fake("fast"))
+    note = "serves 0 of 1 kinds of calls; 1 not, as it failed: no window"
+    assert warmup({"window": 3}, {"window": 3}) == {"fast": note}
+    assert fake.served == 2  # when it was compared with Triton, and with the window
+
+
+def test_a_provider_that_fails_outside_of_a_warmup_is_an_error(install):
+    from compiled_attn.ops.triton.launch import attend
+
+    install(Fake("fast"))
+    with pytest.raises(ValueError, match="no window"):
+        attend(scene(MIXED, dtype=BF16, window=3).call, Plan(TILE, 1, "fast"))
+
+
+def test_a_provider_with_other_results_than_triton_is_not_used(install, warmup):
+    install(Other("faster"), Fake("fast"))
+    notes = warmup({})
+    assert notes["fast"] == "serves 1 of 1 kinds of calls"
+    assert "failed: out differs by 0 from Triton's, lse by" in notes["faster"]
+
+
+def test_a_device_without_memory_to_measure_in_has_that_reason(install, warmup, monkeypatch):
+    from compiled_attn.ops.triton import autotune
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    install(Fake("fast"))
+    monkeypatch.setattr(autotune, "call_of", full)
+    assert "1 not, as it was not measured: the device is out of memory" in warmup({})["fast"]
+
+
+def test_plans_of_a_kernel_that_is_not_known_are_measured_again(install, tmp_path, monkeypatch):
+    from compiled_attn.ops.triton import autotune, plan_file
+
+    file, measured = tmp_path / "plans.json", []
+    monkeypatch.setattr(autotune, "tune", lambda *_: measured.append(None) or Plan(TILE, 1, "fast"))
+    for fakes, count in ((["fast"], 1), (["fast"], 1), ([], 2)):
+        install(*map(Fake, fakes))
+        plans = Plans()
+        with plan_file.saved_plans(file, CPU, plans):
+            assert plans.of(PROBLEM, CPU) == Plan(TILE, 1, "fast")
+        assert len(measured) == count
 
 
 def test_the_report_joins_speeds_of_one_reason(install):
