@@ -16,9 +16,9 @@ import triton
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError
-from compiled_attn.ops import varlen
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.checks import check_shapes
+from compiled_attn.ops.providers import PROVIDERS
 from compiled_attn.ops.triton.arguments import (
     Launch,
     attend_launch,
@@ -28,7 +28,7 @@ from compiled_attn.ops.triton.arguments import (
 )
 from compiled_attn.ops.triton.attend import attend_kernel
 from compiled_attn.ops.triton.merge import merge_kernel
-from compiled_attn.ops.triton.plans import PLANS, REFUSED
+from compiled_attn.ops.triton.plans import PLANS, note
 from compiled_attn.ops.triton.tiles import Plan
 from compiled_attn.ops.triton.write import write_kernel
 
@@ -70,10 +70,19 @@ def paged_attention_(
 
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Computes a call with valid shapes; plan: None: the measured one, or the default."""
-    plan = plan or _plan_of(call)
-    if plan.varlen and varlen.why_not(call) is None:
-        return varlen.attend(call)
-    return _launch(call, plan, _run)
+    chosen = plan or _plan_of(call)
+    paged = functools.partial(_launch, plan=chosen, run=_run)
+    provider = PROVIDERS.get(chosen.kernel)
+    if provider is None or provider.why_not(call) is not None:
+        return paged(call)
+    try:
+        with _device(call.query):
+            return provider.attend(call, paged)
+    except Exception as error:  # libraries report some limits only when called, by any type
+        if plan is not None or PLANS.measure is None:
+            raise
+        PLANS.refuse(problem_of(call), call.query.device, error)
+        return paged(call)
 
 
 def compile_plan(call: PagedCall, plan: Plan) -> None:
@@ -101,9 +110,7 @@ def _plan_of(call: PagedCall) -> Plan:
     problem = problem_of(call)
     plan = PLANS.of(problem, call.query.device)
     if PLANS.measure is not None:
-        slower = "was not faster than Triton when it was measured"
-        by_plan = None if plan.varlen else REFUSED.get((call.query.device, problem), slower)
-        PLANS.varlen[problem, varlen.why_not(call) or by_plan] = None
+        note(PLANS, call, problem, plan)
     return plan
 
 
