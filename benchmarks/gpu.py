@@ -278,7 +278,8 @@ def next_to_other_engines(
     backend = "cudagraph" if device.type == "cuda" else "eager"
 
     def run(name: str) -> object:
-        found = engines.compare(name, load_of, backend, dtype, device)
+        setup = engines.Setup(engines.MODELS[name], load_of, backend, dtype, device)
+        found = engines.compare(name, setup)
         for system, speed in found["speeds"].items():
             print(f"{name:>16} {system:15}{speed:9.0f} tokens/s", flush=True)
         for system, why in found["skipped"].items():

@@ -8,7 +8,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from transformers import (
 from accelerator.shares import shares
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 
-__all__ = ["MODELS", "Load", "Shape", "compare", "draw"]
+__all__ = ["MODELS", "Load", "Setup", "Shape", "compare", "draw"]
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], int]
@@ -67,27 +69,38 @@ def config_of(shape: Shape) -> LlamaConfig:
     )  # fmt: skip
 
 
-def draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+class Setup(NamedTuple):
+    """What all systems run, and how this engine does."""
+
+    shape: Shape
+    load: Load
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+def draw(setup: Setup) -> PreTrainedModel:
     """A model with random weights."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # 8 B of float32 would be twice the memory
+    torch.set_default_dtype(setup.dtype)  # 8 B of float32 would be twice the memory
     try:
-        with torch.device(device):
-            return LlamaForCausalLM(config_of(shape)).eval().requires_grad_(False)
+        with setup.device:
+            return LlamaForCausalLM(config_of(setup.shape)).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
 
 
 @contextmanager
-def ours(model: PreTrainedModel, load: Load, backend: str) -> Iterator[Generate]:
+def ours(setup: Setup) -> Iterator[Generate]:
     """This engine, warmed up."""
+    load = setup.load
     config = EngineConfig(
         max_tokens_per_step=min(2048, load.requests * load.prompt), max_seqs=load.requests,
-        context=load.prompt + load.new + 64, block_size=16, backend=backend, max_graphs=6,
+        context=load.prompt + load.new + 64, block_size=16, backend=setup.backend, max_graphs=6,
         prefix_key=b"benchmark",
     )  # fmt: skip
-    engine = Engine(model, config)
+    engine = Engine(draw(setup), config)
     engine.warmup()
 
     def generate(prompts: Prompts, new: int) -> int:
@@ -98,8 +111,10 @@ def ours(model: PreTrainedModel, load: Load, backend: str) -> Iterator[Generate]
 
 
 @contextmanager
-def batching(model: PreTrainedModel, load: Load, _: str) -> Iterator[Generate]:
+def batching(setup: Setup) -> Iterator[Generate]:
     """Continuous batching of transformers: `generate_batch`."""
+    model, load = draw(setup), setup.load
+    model.set_attn_implementation("sdpa")  # the fastest that needs no other package
     page = 32
     pages = -(-(load.prompt + load.new) // page) + 1
     sizes = ContinuousBatchingConfig(
@@ -119,16 +134,16 @@ def batching(model: PreTrainedModel, load: Load, _: str) -> Iterator[Generate]:
 
 
 @contextmanager
-def vllm(model: PreTrainedModel, load: Load, _: str) -> Iterator[Generate]:
+def vllm(setup: Setup) -> Iterator[Generate]:
     """vLLM with the same configuration and random weights of its own."""
     from vllm import LLM  # type: ignore[import-not-found]
     from vllm import SamplingParams as Params
 
-    with _saved_config(model) as folder:
+    with _saved_config(setup) as folder:
         engine = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, gpu_memory_utilization=0.6,
-            max_model_len=load.prompt + load.new + 64, dtype=str(model.dtype).split(".")[1],
-            enable_prefix_caching=False,
+            max_model_len=setup.load.prompt + setup.load.new + 64, enable_prefix_caching=False,
+            dtype=str(setup.dtype).split(".")[1],
         )  # fmt: skip
 
         def generate(prompts: Prompts, new: int) -> int:
@@ -141,15 +156,15 @@ def vllm(model: PreTrainedModel, load: Load, _: str) -> Iterator[Generate]:
 
 
 @contextmanager
-def sglang(model: PreTrainedModel, load: Load, _: str) -> Iterator[Generate]:
+def sglang(setup: Setup) -> Iterator[Generate]:
     """SGLang with the same configuration and random weights of its own."""
     import sglang as sgl  # type: ignore[import-not-found]
 
-    with _saved_config(model) as folder:
+    with _saved_config(setup) as folder:
         engine = sgl.Engine(
             model_path=folder, load_format="dummy", skip_tokenizer_init=True,
             mem_fraction_static=0.6, disable_radix_cache=True,
-            dtype=str(model.dtype).split(".")[1],
+            dtype=str(setup.dtype).split(".")[1],
         )  # fmt: skip
 
         def generate(prompts: Prompts, new: int) -> int:
@@ -169,57 +184,54 @@ SYSTEMS: dict[str, Any] = {
 _PACKAGES = "vllm", "sglang"
 
 
-def compare(
-    name: str, load: Load, backend: str, dtype: torch.dtype, device: torch.device, rounds: int = 2
-) -> dict[str, Any]:
+def compare(name: str, setup: Setup, rounds: int = 2) -> dict[str, Any]:
     """Tokens a second of each system on a drawn model, one after the other, and shares of ours.
 
     The first run of each is not counted; of the others the fastest is.
     """
-    shape = MODELS[name]
-    model = draw(shape, dtype, device)
-    found: dict[str, Any] = {"model": name, "load": load._asdict(), "speeds": {}, "skipped": {}}
+    speeds: dict[str, float] = {}
+    skipped: dict[str, str] = {}
+    found = {"model": name, "load": setup.load._asdict(), "speeds": speeds, "skipped": skipped}
     for system, opened in SYSTEMS.items():
         if system in _PACKAGES and find_spec(system) is None:
-            found["skipped"][system] = "not installed"
+            skipped[system] = "not installed"
             continue
         try:
-            with opened(model, load, backend) as generate:
-                found["speeds"][system] = _speed(generate, load, shape.vocab, rounds)
+            with opened(setup) as generate:
+                speeds[system] = _speed(generate, setup, rounds)
                 if system == "ours":
-                    prompts = _prompts(load, shape.vocab, rounds + 1)
-                    found["shares"] = shares(lambda: generate(prompts, load.new), device)  # noqa: B023
+                    run = partial(generate, _prompts(setup, rounds + 1), setup.load.new)
+                    found["shares"] = shares(run, setup.device)
         except Exception as error:  # the others are still measured
-            found["skipped"][system] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        generate = None
+            skipped[system] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        run = generate = None  # type: ignore[assignment]
         gc.collect()
-        if device.type == "cuda":
+        if setup.device.type == "cuda":
             torch.cuda.empty_cache()
     return found
 
 
-def _speed(generate: Generate, load: Load, vocab: int, rounds: int) -> float:
+def _speed(generate: Generate, setup: Setup, rounds: int) -> float:
     best = 0.0
     for number in range(rounds + 1):
-        prompts = _prompts(load, vocab, number)
+        prompts = _prompts(setup, number)
         started = time.perf_counter()
-        tokens = generate(prompts, load.new)
+        tokens = generate(prompts, setup.load.new)
         if number:
             best = max(best, tokens / (time.perf_counter() - started))
     return best
 
 
-def _prompts(load: Load, vocab: int, seed: int) -> Prompts:
+def _prompts(setup: Setup, seed: int) -> Prompts:
     """Other prompts each time: no prefix is found in a cache."""
     chance = torch.Generator().manual_seed(seed)
-    shape = load.requests, load.prompt
-    return torch.randint(3, vocab, shape, generator=chance).tolist()
+    shape = setup.load.requests, setup.load.prompt
+    return torch.randint(3, setup.shape.vocab, shape, generator=chance).tolist()
 
 
 @contextmanager
-def _saved_config(model: PreTrainedModel) -> Iterator[str]:
+def _saved_config(setup: Setup) -> Iterator[str]:
+    values = {**config_of(setup.shape).to_dict(), "architectures": ["LlamaForCausalLM"]}
     with tempfile.TemporaryDirectory() as folder:
-        values = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-        with open(f"{folder}/config.json", "w") as file:
-            json.dump(values, file)
+        (Path(folder) / "config.json").write_text(json.dumps(values))
         yield folder

@@ -64,8 +64,10 @@ def test_shares_are_of_the_wall_time():
 
 
 def test_this_engine_is_compared_with_transformers_and_absent_ones_are_named():
-    load = engines.Load(3, 9, 4)
-    found = engines.compare("tiny", load, "eager", torch.float32, CPU, rounds=1)
+    setup = engines.Setup(
+        engines.MODELS["tiny"], engines.Load(3, 9, 4), "eager", torch.float32, CPU
+    )
+    found = engines.compare("tiny", setup, rounds=1)
     assert found["speeds"].keys() >= {"ours", "generate_batch"}, found["skipped"]
     assert found["skipped"].keys() == {"vllm", "sglang"} - found["speeds"].keys()
     assert found["shares"]["attention"] > 0 and found["shares"]["linear"] > 0
@@ -151,7 +153,8 @@ def test_a_goal_is_measured_or_says_that_it_is_not(tmp_path):
     no = "not measured"
     assert measured == [
         f"0.90, {no}, {no}, {no}", f"0.75, {no}, {no}, {no}", "20.0 us", f"{no}, {no}, 1.50, {no}",
-        "QKV 2.50, 2.00", "1 failed, 340 passed", "9 of 9 cases", no, "0 of 1,000", f"1.50, {no}, {no}, {no}",
+        "QKV 2.50, 2.00", "1 failed, 340 passed", "9 of 9 cases", no, "0 of 1,000",
+        f"1.50, {no}, {no}, {no}",
         f"0.10, 0.60, 0.10, 0.20, {no}",
     ]  # fmt: skip
     assert gpu_goals.question(tmp_path)["columns"][0]["shows"] == "NVIDIA H100"

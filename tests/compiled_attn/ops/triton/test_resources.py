@@ -92,10 +92,10 @@ def _expect_fast(row: dict[str, Any]) -> None:
     copied = {int(name.split(".")[1]): n for name, n in memory.items() if name[:6] == "LDGSTS"}
     of_all = sum(bits * count for bits, count in copied.items())
     has_codes = any(codes in row["case"] for codes in ("int8", "e4m3"))
-    # Keys and values are copied asynchronously, 16 bytes a thread (codes: 8 or 16), and the rest
-    # is scales and the block table.
+    # Keys and values are copied asynchronously, 16 bytes a thread (codes: 8 or 16); the rest is
+    # scales and the block table, and codes of the small tiles of other devices than sm_90.
     wide = sum(bits * count for bits, count in copied.items() if bits >= (64 if has_codes else 128))
-    assert wide > (0.75 if has_codes else 0.9) * of_all > 0, row
+    assert wide > (0.9 if row["target"] == "sm_90" or not has_codes else 0.5) * of_all > 0, row
     if row["kernel"] == "decode":
         assert row["programs"] >= PROGRAMS.get(case, 1), row
         assert row["programs"] * row["shared"] >= IN_FLIGHT, row
