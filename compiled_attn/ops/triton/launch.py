@@ -1,4 +1,4 @@
-"""The ops on CUDA devices: checks shapes, selects a plan, launches one to three kernels.
+"""The ops on CUDA devices: checks shapes, selects a plan, launches one or two kernels.
 
 Arguments and results are those of `compiled_attn.ops.reference`, but indices, which are on the
 device, are not checked: out of range, they give NaN or are not written.
@@ -21,13 +21,13 @@ from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.checks import check_shapes
 from compiled_attn.ops.triton.arguments import (
     Launch,
+    arrivals_of,
     attend_launch,
-    merge_launch,
     problem_of,
+    results_of,
     write_launch,
 )
 from compiled_attn.ops.triton.attend import attend_kernel
-from compiled_attn.ops.triton.merge import merge_kernel
 from compiled_attn.ops.triton.plans import PLANS, REFUSED
 from compiled_attn.ops.triton.tiles import Plan
 from compiled_attn.ops.triton.write import write_kernel
@@ -63,38 +63,46 @@ def paged_attention_(
     new = NewTokens(key, value, slot_mapping)
     call = PagedCall.of(query, key_cache, value_cache, *step, new=new, **options)
     _check(call)
+    plan = _plan_of(call)
+    arrivals = arrivals_of(call, plan)
     with _device(query):
-        _run(write_kernel, write_launch(call, new))
-    return attend(call)
+        _run(write_kernel, write_launch(call, new, arrivals))
+    return attend(call, plan, arrivals)
 
 
-def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
-    """Computes a call with valid shapes; plan: None: the measured one, or the default."""
+def attend(
+    call: PagedCall, plan: Plan | None = None, arrivals: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes a call with valid shapes.
+
+    ``plan``: None: the measured one, or the default; ``arrivals``: those of the plan, zeroed by
+    `write.write_kernel`, or None.
+    """
     plan = plan or _plan_of(call)
     if plan.varlen and varlen.why_not(call) is None:
         return varlen.attend(call)
-    return _launch(call, plan, _run)
+    return _launch(call, plan, arrivals, _run)
 
 
 def compile_plan(call: PagedCall, plan: Plan) -> None:
     """Compiles the kernels of a plan without running them; thread-safe."""
-    _launch(call, plan, _compile)
+    _launch(call, plan, arrivals_of(call, plan), _compile)
 
 
-def _launch(call: PagedCall, plan: Plan, run: Runner) -> tuple[Tensor, Tensor]:
-    query = call.query
-    tokens, heads, _ = query.shape
-    out = query.new_empty(tokens, heads, call.value_cache.shape[3])
-    lse = query.new_empty(tokens, heads, dtype=torch.float32)
-    with _device(query):
-        if plan.splits == 1:
-            _attend(call, plan, (out, lse, None), run)
-            return out, lse
-        sums = query.new_empty(plan.splits, *out.shape, dtype=torch.float32)
-        tops, totals = query.new_empty(2, plan.splits, tokens, heads, dtype=torch.float32)
-        _attend(call, plan, (sums, tops, totals), run)
-        run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
-    return out, lse
+def _launch(
+    call: PagedCall, plan: Plan, arrivals: Tensor | None, run: Runner
+) -> tuple[Tensor, Tensor]:
+    is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
+    widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
+    has_fp8 = not is_interpreted and _converts_fp8(call.query.device)
+    if arrivals is None and (arrivals := arrivals_of(call, plan)) is not None:
+        # Counters of the call itself: others on another stream, or a graph's, would be shared by
+        # launches that overlap, and a count left behind by a fault would spoil all that follow.
+        arrivals.zero_()
+    results = results_of(call, plan, arrivals)
+    with _device(call.query):
+        run(attend_kernel, attend_launch(call, plan, results, widen=widen, has_fp8=has_fp8))
+    return results.out, results.lse
 
 
 def _plan_of(call: PagedCall) -> Plan:
@@ -119,15 +127,6 @@ def _check(call: PagedCall) -> None:
             f"paged_attention: expected a query of float32, bfloat16 or float16 on "
             f"{call.query.device}, got {call.query.dtype}: convert it with .to()"
         )
-
-
-def _attend(
-    call: PagedCall, plan: Plan, results: tuple[Tensor, Tensor, Tensor | None], run: Runner
-) -> None:
-    is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
-    widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
-    has_fp8 = not is_interpreted and _converts_fp8(call.query.device)
-    run(attend_kernel, attend_launch(call, plan, results, widen=widen, has_fp8=has_fp8))
 
 
 @functools.cache
