@@ -137,6 +137,7 @@ def rows(targets: list[str], cases: list[str]) -> Iterator[dict[str, Any]]:
                 found = asdict(resources(kernel, launch, target))
                 yield {"case": name, "kernel": step, "tile": sizes if attends else "",
                        "dtype": str(CASES[name].dtype), "attends": attends,
+                       "splits": splits if attends else 1,
                        "target": target} | found  # fmt: skip
 
 

@@ -44,6 +44,16 @@ _TYPES = {
 }
 _INSTRUCTION = re.compile(r"\s([A-Z][A-Z0-9_.]+) (R\d+),\s*([^;]*);")
 _REGISTER = re.compile(r"R\d+")
+_STEPS = {
+    "S": r"STG|global_store",
+    "B": r"BAR\.SYNC|s_barrier",
+    "R": r"MEMBAR\.\w+\.GPU|buffer_wbl2 sc1",  # release
+    "A": r"ATOMG\.E\.ADD\.STRONG\.GPU|global_atomic_add",
+    "Q": r"CCTL\.IVALL|buffer_inv sc1",  # acquire
+    "L": r"LDG\.[.\w]*STRONG\.GPU|global_load",
+}
+_STEP = re.compile("|".join(rf"(?P<{name}>\b(?:{code}))" for name, code in _STEPS.items()))
+_PUBLISHES = re.compile("SB+RAQB+L")
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|v_mfma)")
 
 
@@ -57,6 +67,8 @@ class Resources:
         shared: bytes of shared memory per program.
         tensor_cores: the matrix instruction; "": none.
         fused_powers: exponentials of a product fused with a subtraction; NVIDIA only.
+        publishes: stores, a barrier, an atomic addition that releases and acquires for the whole
+            device, a barrier and loads from its L2 cache follow each other.
     """
 
     registers: int
@@ -64,6 +76,7 @@ class Resources:
     shared: int
     tensor_cores: str
     fused_powers: int = 0
+    publishes: bool = False
 
 
 def resources(kernel: Any, launch: Launch, target: str) -> Resources:
@@ -116,19 +129,25 @@ def _of_cubin(made: Any) -> Resources:
     registers, stack = (int(n) for n in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
     spilled = stack if re.search(r"\bSTL\b", code) else 0  # some stack is reserved but unused
     shared, fused = made.metadata.shared, _fused_powers(code)
-    return Resources(registers, spilled, shared, _instruction(code), fused)
+    return Resources(registers, spilled, shared, _instruction(code), fused, _publishes(code))
 
 
 def _of_amdgcn(made: Any) -> Resources:
     text = made.asm["amdgcn"]
     registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
     spilled = int(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", text)[0])
-    return Resources(registers, spilled, made.metadata.shared, _instruction(text))
+    shared, publishes = made.metadata.shared, _publishes(text)
+    return Resources(registers, spilled, shared, _instruction(text), publishes=publishes)
 
 
 def _instruction(code: str) -> str:
     found = _TENSOR_CORES.findall(code)
     return max(set(found), key=found.count) if found else ""
+
+
+def _publishes(code: str) -> bool:
+    steps = "".join(step.lastgroup or "" for step in _STEP.finditer(code))
+    return len(_PUBLISHES.findall(steps)) == steps.count("A") == 1
 
 
 def _fused_powers(code: str) -> int:

@@ -16,9 +16,9 @@ import triton
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError
-from compiled_attn.ops import varlen
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.checks import check_shapes
+from compiled_attn.ops.providers import PROVIDERS
 from compiled_attn.ops.triton.arguments import (
     Launch,
     arrivals_of,
@@ -28,7 +28,7 @@ from compiled_attn.ops.triton.arguments import (
     write_launch,
 )
 from compiled_attn.ops.triton.attend import attend_kernel
-from compiled_attn.ops.triton.plans import PLANS, REFUSED
+from compiled_attn.ops.triton.plans import PLANS, note
 from compiled_attn.ops.triton.tiles import Plan
 from compiled_attn.ops.triton.write import write_kernel
 
@@ -67,30 +67,39 @@ def paged_attention_(
     arrivals = arrivals_of(call, plan)
     with _device(query):
         _run(write_kernel, write_launch(call, new, arrivals))
-    return attend(call, plan, arrivals)
+    return _attend(call, plan, arrivals, is_measured=True)
 
 
-def attend(
-    call: PagedCall, plan: Plan | None = None, arrivals: Tensor | None = None
+def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
+    """Computes a call with valid shapes; plan: None: the measured one, or the default."""
+    return _attend(call, plan or _plan_of(call), None, is_measured=plan is None)
+
+
+def _attend(
+    call: PagedCall, plan: Plan, arrivals: Tensor | None, *, is_measured: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes a call with valid shapes.
-
-    ``plan``: None: the measured one, or the default; ``arrivals``: those of the plan, zeroed by
-    `write.write_kernel`, or None.
-    """
-    plan = plan or _plan_of(call)
-    if plan.varlen and varlen.why_not(call) is None:
-        return varlen.attend(call)
-    return _launch(call, plan, arrivals, _run)
+    """``arrivals``: those of `arrivals_of`, zeroed; None: zeroes some where they are needed."""
+    provider = PROVIDERS.get(plan.kernel)
+    if provider is None or provider.why_not(call) is not None:
+        return _launch(call, plan, _run, arrivals)
+    paged = functools.partial(_launch, plan=plan, run=_run)
+    try:
+        with _device(call.query):
+            return provider.attend(call, paged)
+    except Exception as error:  # libraries report some limits only when called, by any type
+        if not is_measured or PLANS.measure is None:
+            raise
+        PLANS.refuse(problem_of(call), call.query.device, error)
+        return paged(call)
 
 
 def compile_plan(call: PagedCall, plan: Plan) -> None:
     """Compiles the kernels of a plan without running them; thread-safe."""
-    _launch(call, plan, arrivals_of(call, plan), _compile)
+    _launch(call, plan, _compile, arrivals_of(call, plan))
 
 
 def _launch(
-    call: PagedCall, plan: Plan, arrivals: Tensor | None, run: Runner
+    call: PagedCall, plan: Plan, run: Runner, arrivals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
     widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
@@ -109,9 +118,7 @@ def _plan_of(call: PagedCall) -> Plan:
     problem = problem_of(call)
     plan = PLANS.of(problem, call.query.device)
     if PLANS.measure is not None:
-        slower = "was not faster than Triton when it was measured"
-        by_plan = None if plan.varlen else REFUSED.get((call.query.device, problem), slower)
-        PLANS.varlen[problem, varlen.why_not(call) or by_plan] = None
+        note(PLANS, call, problem, plan)
     return plan
 
 

@@ -36,12 +36,13 @@ class Tile(NamedTuple):
 class Plan(NamedTuple):
     """A tile, and the number of splits of each request's keys.
 
-    ``varlen``: `compiled_attn.ops.varlen` is faster where it supports the call.
+    ``kernel``: "triton", or the provider that is faster for the calls it can serve
+    (`compiled_attn.ops.providers`).
     """
 
     tile: Tile
     splits: int
-    varlen: bool = False
+    kernel: str = "triton"
 
 
 class Problem(NamedTuple):

@@ -24,6 +24,7 @@ WHOLE: dict[str, Any] = {"requests": [(3, 33), (1, 64), (6, 6)], "size": 16}
 ODD: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 12}
 HALF: dict[str, Any] = {**WHOLE, "dtype": torch.float16, "cache_dtype": torch.int8}
 WRITTEN: dict[str, Any] = {"requests": [(1, 300)], "size": 16, "poison": 0.5}
+CODES: dict[str, Any] = {**WHOLE, "cache_dtype": torch.int8}
 SINKS: dict[str, Any] = {"requests": [(1, 40)], "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}
 
 MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -78,7 +79,7 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "decay of earlier sums": ("attend", "sums * decay[:, None]", "sums", WHOLE),
     "sink": ("merge", "total * own + tl.exp2(raised", "total * own + 0 * tl.exp2(raised", SINKS),
     "scale of values": ("attend", "weights *= scale[None, :]", "weights *= 1.0",
-                        {**WHOLE, "cache_dtype": torch.int8}),
+                        CODES),
     "scale of values, float16": ("attend", "HAS_FP8) * scale[:, None]", "HAS_FP8)", HALF),
 }  # fmt: skip
 QUICK = ("window edge", "causal offset", "page index", "split merge, sums", "splits but the last")
@@ -137,6 +138,6 @@ def test_a_changed_kernel_is_found(room, unwritten_memory, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [LONG, WHOLE, SINKS, WRITTEN, {**WHOLE, "cache_dtype": torch.int8}])
+@pytest.mark.parametrize("case", [LONG, WHOLE, SINKS, WRITTEN, CODES])
 def test_the_kernels_as_they_are_pass(room, unwritten_memory, case):
     assert _passes(room, scene(**case))

@@ -61,6 +61,7 @@ def _expect_fits(row: dict[str, Any]) -> None:
     assert row["shared"] <= SHARED.get(row["target"], SHARED_OF_OTHERS), row
     if row["attends"] and row["dtype"] != "torch.float32":
         assert row["tensor_cores"], row
+    assert row["publishes"] == (row["splits"] > 1), row
 
 
 def _expect_no_fused_power(row: dict[str, Any]) -> None:
@@ -70,7 +71,8 @@ def _expect_no_fused_power(row: dict[str, Any]) -> None:
 
 def test_a_decode_and_a_prefill_fit_a_device():
     rows = _compiled(["D 64, sinks"], ["sm_90"])
-    assert {"decode", "merge of decode", "prefill", "write"} == {row["kernel"] for row in rows}
+    assert {"decode", "prefill", "write"} == {row["kernel"] for row in rows}
+    assert {row["kernel"] for row in rows if row["publishes"]} == {"decode"}
     for row in rows:
         _expect_fits(row)
         _expect_no_fused_power(row)
