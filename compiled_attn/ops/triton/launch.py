@@ -105,8 +105,8 @@ def _launch(
     widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
     has_fp8 = not is_interpreted and _converts_fp8(call.query.device)
     if arrivals is None and (arrivals := arrivals_of(call, plan)) is not None:
-        # Counters of the call itself: others on another stream, or a graph's, would be shared by
-        # launches that overlap, and a count left behind by a fault would spoil all that follow.
+        # Per call, not reset by the last program: graphs replayed on two streams would share
+        # persistent counters, and one wrong count would spoil all later calls.
         arrivals.zero_()
     results = results_of(call, plan, arrivals)
     with _device(call.query):

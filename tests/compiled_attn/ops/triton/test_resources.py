@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,9 @@ SPILLED_OF_HOPPER = {"decode": 700, "prefill": 1200}
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 
 
-def _compiled(cases: list[str], targets: list[str]) -> list[dict[str, Any]]:
+def _compiled(cases: list[str], targets: list[str], root: Path = ROOT) -> list[dict[str, Any]]:
     """In a process of its own: in this one kernels may be interpreted."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
     made = subprocess.run(
         [sys.executable, SCRIPT, "--json", "--cases", *cases, "--targets", *targets],
         capture_output=True, text=True, env=environment, check=False,
@@ -83,6 +84,18 @@ def test_a_decode_and_a_prefill_fit_a_device():
 def test_no_product_is_fused_with_the_subtraction_of_the_maximum():
     for row in _compiled(["D 64, float32", "D 64", "D 64, int8"], ["sm_90"]):
         _expect_no_fused_power(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ['"relaxed"', '"acquire"', '"release"', '"acq_rel", scope="cta"'])
+def test_an_arrival_that_does_not_publish_a_split_is_found(tmp_path, order):
+    for package in ("compiled_attn", "graphs"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    path = tmp_path / "compiled_attn" / "ops" / "triton" / "attend.py"
+    source = path.read_text()
+    assert source.count('sem="acq_rel", scope="gpu"') == 1
+    path.write_text(source.replace('sem="acq_rel", scope="gpu"', f"sem={order}"))
+    assert not any(row["publishes"] for row in _compiled(["D 64, sinks"], ["sm_90"], tmp_path))
 
 
 @pytest.mark.slow
