@@ -21,13 +21,13 @@ from compiled_attn.attention.scoring import Scoring
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.triton.arguments import (
     Launch,
+    arrivals_of,
     attend_launch,
-    merge_launch,
     problem_of,
+    results_of,
     write_launch,
 )
 from compiled_attn.ops.triton.attend import attend_kernel
-from compiled_attn.ops.triton.merge import merge_kernel
 from compiled_attn.ops.triton.tiles import Chip, Plan, plan
 from compiled_attn.ops.triton.write import write_kernel
 
@@ -121,22 +121,12 @@ def kernels_of(case: Case, target: str) -> Iterator[tuple[str, Plan, Any, Launch
         call = call_of(case, *sizes)
         assert call.new is not None
         chosen = plan(problem_of(call), chip)
-        out = call.query.new_empty(*call.query.shape[:2], call.value_cache.shape[3])
-        lse, parts = out.new_empty(out.shape[:2], dtype=F32), out.new_empty(
-            chosen.splits, *out.shape, dtype=F32
-        )  # fmt: skip
-        if chosen.splits == 1:
-            yield step, chosen, attend_kernel, attend_launch(
-                call, chosen, (out, lse, None), widen=False, has_fp8=has_fp8
-            )  # fmt: skip
-            continue
-        tops = parts[..., 0]
+        results = results_of(call, chosen, arrivals_of(call, chosen))
         yield step, chosen, attend_kernel, attend_launch(
-            call, chosen, (parts, tops, tops), widen=False, has_fp8=has_fp8
+            call, chosen, results, widen=False, has_fp8=has_fp8
         )  # fmt: skip
-        merged = merge_launch(call, (parts, tops, tops), out, lse)
-        yield f"merge of {step}", chosen, merge_kernel, merged
-    yield "write", chosen, write_kernel, write_launch(call, call.new)
+    arrivals = torch.empty(256, dtype=torch.int32, device="meta")
+    yield "write", chosen, write_kernel, write_launch(call, call.new, arrivals)
 
 
 def rows(
@@ -153,6 +143,7 @@ def rows(
                 found = asdict(resources(kernel, launch, target))
                 yield {"case": name, "kernel": step, "tile": sizes if attends else "",
                        "dtype": str(CASES[name].dtype), "attends": attends,
+                       "splits": splits if attends else 1,
                        "target": target} | found  # fmt: skip
 
 

@@ -65,6 +65,16 @@ _TYPES = {
 }
 _INSTRUCTION = re.compile(r"\s([A-Z][A-Z0-9_.]+) (R\d+),\s*([^;]*);")
 _REGISTER = re.compile(r"R\d+")
+_STEPS = {
+    "S": r"STG|global_store",
+    "B": r"BAR\.SYNC|s_barrier",
+    "R": r"MEMBAR\.\w+\.GPU|buffer_wbl2 sc1",  # release
+    "A": r"ATOMG\.E\.ADD\.STRONG\.GPU|global_atomic_add",
+    "Q": r"CCTL\.IVALL|buffer_inv sc1",  # acquire
+    "L": r"LDG\.[.\w]*STRONG\.GPU|global_load",
+}
+_STEP = re.compile("|".join(rf"(?P<{name}>\b(?:{code}))" for name, code in _STEPS.items()))
+_PUBLISHES = re.compile("SB+RAQB+L")
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|v_mfma)")
 _MEMORY = re.compile(r"\s(LDGSTS|LDG|STG|LDL|STL|UTMALDG|ATOMG|RED)\b([A-Z0-9_.]*)")
 
@@ -79,6 +89,8 @@ class Resources:
         shared: bytes of shared memory per program.
         tensor_cores: the matrix instruction; "": none.
         fused_powers: exponentials of a product fused with a subtraction; NVIDIA only.
+        publishes: stores, a barrier, an atomic addition that releases and acquires for the whole
+            device, a barrier and loads from its L2 cache follow each other.
         memory: instructions on global and local memory by name and bits of a thread, such as
             "LDGSTS.128" (a copy to shared memory that runs on); NVIDIA only.
         programs: resident on a multiprocessor at once; NVIDIA only, else 0.
@@ -89,6 +101,7 @@ class Resources:
     shared: int
     tensor_cores: str
     fused_powers: int = 0
+    publishes: bool = False
     memory: dict[str, int] = field(default_factory=dict)
     programs: int = 0
 
@@ -159,7 +172,7 @@ def _of_cubin(made: Any, target: str) -> Resources:
     spilled = stack if re.search(r"\bSTL\b", code) else 0  # some stack is reserved but unused
     return Resources(
         registers, spilled, made.metadata.shared, _instruction(code), _fused_powers(code),
-        _memory(code),
+        _publishes(code), _memory(code),
         programs_per_processor(target, registers, made.metadata.shared, made.metadata.num_warps),
     )  # fmt: skip
 
@@ -168,7 +181,8 @@ def _of_amdgcn(made: Any) -> Resources:
     text = made.asm["amdgcn"]
     registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
     spilled = int(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", text)[0])
-    return Resources(registers, spilled, made.metadata.shared, _instruction(text))
+    shared, publishes = made.metadata.shared, _publishes(text)
+    return Resources(registers, spilled, shared, _instruction(text), publishes=publishes)
 
 
 def _instruction(code: str) -> str:
@@ -187,6 +201,11 @@ def _memory(code: str) -> dict[str, int]:
 def _widths(suffix: str) -> set[str]:
     """The bits in a suffix such as ``.E.BYPASS.LTC128B.128`` or ``.E.U16.CONSTANT``."""
     return {part.lstrip("US") for part in suffix.split(".")}
+
+
+def _publishes(code: str) -> bool:
+    steps = "".join(step.lastgroup or "" for step in _STEP.finditer(code))
+    return len(_PUBLISHES.findall(steps)) == steps.count("A") == 1
 
 
 def _fused_powers(code: str) -> int:

@@ -52,11 +52,26 @@ def test_a_step_is_that_of_dense_attention_in_any_plan(name):
     assert_right(attend(step.call, chosen), step)
 
 
-def test_requests_that_decode_are_split_until_the_device_is_full():
-    assert plan(DECODE._replace(tokens=1, requests=1), CHIP).splits == 32
-    assert plan(DECODE, CHIP).splits < plan(DECODE._replace(tokens=4, requests=4), CHIP).splits
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("keys", [8192, 32768])
+@pytest.mark.parametrize("requests", [1, 2, 3, 4, 8, 16])
+def test_requests_that_decode_are_split_until_the_device_is_full(requests, keys, is_hopper):
+    problem = DECODE._replace(tokens=requests, requests=requests, keys=keys)
+    programs = plan(problem, Chip(132, is_hopper)).splits * requests * problem.kv_heads
+    assert 132 <= programs <= 2 * 132
+
+
+def test_few_keys_or_many_rows_are_not_split():
     assert plan(DECODE._replace(tokens=4096), CHIP).splits == 1
     assert plan(DECODE._replace(tokens=1, requests=1, keys=64), CHIP).splits == 1
+
+
+def test_a_program_merges_no_more_than_each_reads():
+    latent = Problem(1, 1, 1, 16, 576, 512, 8192, 16, "bfloat16", "none")
+    splits = plan(latent, CHIP).splits
+    part, read = 16 * 512 * 4, latent.keys * (576 + 512) * 2
+    assert splits * part <= read / splits < 4 * (2 * splits) * part
+    assert plan(latent._replace(kv_heads=8, group=4, key_dim=128, value_dim=128), CHIP).splits == 32
 
 
 def test_a_head_takes_two_blocks_where_one_would_be_larger():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,11 +56,11 @@ IN_FLIGHT = 24 * 1024
 
 
 def _compiled(
-    cases: list[str], targets: list[str], kernels: tuple[str, ...] = ()
+    cases: list[str], targets: list[str], kernels: tuple[str, ...] = (), root: Path = ROOT
 ) -> list[dict[str, Any]]:
     """In a process of its own: in this one kernels may be interpreted."""
     chosen = ["--kernels", *kernels] if kernels else []
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
     made = subprocess.run(
         [sys.executable, SCRIPT, "--json", "--cases", *cases, "--targets", *targets,
          *chosen],
@@ -79,6 +80,7 @@ def _expect_fits(row: dict[str, Any]) -> None:
     assert row["shared"] <= SHARED.get(row["target"], SHARED_OF_OTHERS), row
     if row["attends"] and row["dtype"] != "torch.float32":
         assert row["tensor_cores"], row
+    assert row["publishes"] == (row["splits"] > 1), row
 
 
 def _expect_fast(row: dict[str, Any]) -> None:
@@ -108,7 +110,8 @@ def _expect_no_fused_power(row: dict[str, Any]) -> None:
 
 def test_a_decode_and_a_prefill_fit_a_device():
     rows = _compiled(["D 64, sinks"], ["sm_90"])
-    assert {"decode", "merge of decode", "prefill", "write"} == {row["kernel"] for row in rows}
+    assert {"decode", "prefill", "write"} == {row["kernel"] for row in rows}
+    assert {row["kernel"] for row in rows if row["publishes"]} == {"decode"}
     for row in rows:
         _expect_fits(row)
         _expect_no_fused_power(row)
@@ -156,6 +159,18 @@ def test_memory_instructions_are_counted_by_their_width():
 def test_no_product_is_fused_with_the_subtraction_of_the_maximum():
     for row in _compiled(["D 64, float32", "D 64", "D 64, int8"], ["sm_90"]):
         _expect_no_fused_power(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ['"relaxed"', '"acquire"', '"release"', '"acq_rel", scope="cta"'])
+def test_an_arrival_that_does_not_publish_a_split_is_found(tmp_path, order):
+    for package in ("compiled_attn", "graphs"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    path = tmp_path / "compiled_attn" / "ops" / "triton" / "attend.py"
+    source = path.read_text()
+    assert source.count('sem="acq_rel", scope="gpu"') == 1
+    path.write_text(source.replace('sem="acq_rel", scope="gpu"', f"sem={order}"))
+    assert not any(row["publishes"] for row in _compiled(["D 64, sinks"], ["sm_90"], root=tmp_path))
 
 
 @pytest.mark.slow
