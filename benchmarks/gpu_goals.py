@@ -59,7 +59,7 @@ def table(folder: Path) -> dict[str, tuple[str, str]]:
             "; ".join(_gains(each) for each in layers) or NOTHING,
         ),
         "tests": ("", _tests(folder / "gpu_tests.txt")),
-        "conformance kit": ("", _kit(folder / "gpu_kit.json")),
+        "kit": ("", _kit(folder / "gpu_kit.json")),
         "compute-sanitizer": ("", _list(TOOLS, tools, lambda row: row["state"])),
         "replays that differ": ("0", _replays(_part(folder, "replays"))),
         "engine over generate_batch, vLLM, SGLang": (

@@ -126,7 +126,7 @@ def test_the_kit_runs_the_op_of_the_dispatcher(tmp_path):
     report = tmp_path / "gpu_kit.json"
     command = [f"{op}:paged_attention_", "-k", "plain", "--json", str(report)]
     assert run_command(command) == 0
-    assert gpu_goals.table(tmp_path)["conformance kit"][1].endswith("cases")
+    assert gpu_goals.table(tmp_path)["kit"][1].endswith("cases")
 
 
 def test_a_goal_is_measured_or_says_that_it_is_not(tmp_path):
