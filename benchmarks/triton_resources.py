@@ -1,6 +1,7 @@
 """Registers, memory and instructions of the Triton op, compiled for devices that are not at hand.
 
-    python benchmarks/triton_resources.py [--targets sm_90 ...] [--cases NAME ...] [--json]
+    python benchmarks/triton_resources.py [--targets sm_90 ...] [--cases NAME ...]
+                                          [--kernels decode ...] [--json]
 
 Needs the extra `triton`, and no GPU. The table is kept in benchmarks/results/triton_resources.txt.
 """
@@ -20,13 +21,13 @@ from compiled_attn.attention.scoring import Scoring
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.triton.arguments import (
     Launch,
+    arrivals_of,
     attend_launch,
-    merge_launch,
     problem_of,
+    results_of,
     write_launch,
 )
 from compiled_attn.ops.triton.attend import attend_kernel
-from compiled_attn.ops.triton.merge import merge_kernel
 from compiled_attn.ops.triton.tiles import Chip, Plan, plan
 from compiled_attn.ops.triton.write import write_kernel
 
@@ -120,33 +121,29 @@ def kernels_of(case: Case, target: str) -> Iterator[tuple[str, Plan, Any, Launch
         call = call_of(case, *sizes)
         assert call.new is not None
         chosen = plan(problem_of(call), chip)
-        out = call.query.new_empty(*call.query.shape[:2], call.value_cache.shape[3])
-        lse, parts = out.new_empty(out.shape[:2], dtype=F32), out.new_empty(
-            chosen.splits, *out.shape, dtype=F32
-        )  # fmt: skip
-        if chosen.splits == 1:
-            yield step, chosen, attend_kernel, attend_launch(
-                call, chosen, (out, lse, None), widen=False, has_fp8=has_fp8
-            )  # fmt: skip
-            continue
-        tops = parts[..., 0]
+        results = results_of(call, chosen, arrivals_of(call, chosen))
         yield step, chosen, attend_kernel, attend_launch(
-            call, chosen, (parts, tops, tops), widen=False, has_fp8=has_fp8
+            call, chosen, results, widen=False, has_fp8=has_fp8
         )  # fmt: skip
-        merged = merge_launch(call, (parts, tops, tops), out, lse)
-        yield f"merge of {step}", chosen, merge_kernel, merged
-    yield "write", chosen, write_kernel, write_launch(call, call.new)
+    arrivals = torch.empty(256, dtype=torch.int32, device="meta")
+    yield "write", chosen, write_kernel, write_launch(call, call.new, arrivals)
 
 
-def rows(targets: list[str], cases: list[str]) -> Iterator[dict[str, Any]]:
+def rows(
+    targets: list[str], cases: list[str], kernels: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The resources of the kernels of these names; None: of all."""
     for name in cases:
         for target in targets:
             for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name], target):
+                if kernels and step not in kernels:
+                    continue
                 attends = kernel is attend_kernel
                 sizes = f"{tile.rows}x{tile.keys}, {tile.warps}w, {tile.stages}s, /{splits}"
                 found = asdict(resources(kernel, launch, target))
                 yield {"case": name, "kernel": step, "tile": sizes if attends else "",
                        "dtype": str(CASES[name].dtype), "attends": attends,
+                       "splits": splits if attends else 1,
                        "target": target} | found  # fmt: skip
 
 
@@ -154,14 +151,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--targets", nargs="+", default=[*TARGETS], choices=[*TARGETS])
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--kernels", nargs="+", help="such as decode, prefill, write")
     parser.add_argument("--json", action="store_true", help="a line of JSON each")
     arguments = parser.parse_args()
-    line = "{case:33}{kernel:17}{tile:19}{target:>7}{registers:>6}{spilled:>6}{shared:>8}  {how}"
+    line = "{case:33}{kernel:17}{tile:19}{target:>7}{registers:>6}{spilled:>6}{shared:>8}"
+    line += "{programs:>7}  {how}"
     if not arguments.json:
         print(line.format(case="case", kernel="kernel", tile="tile", target="target",
-                          registers="regs", spilled="spill", shared="shared",
+                          registers="regs", spilled="spill", shared="shared", programs="an SM",
                           how="tensor cores"))  # fmt: skip
-    for row in rows(arguments.targets, arguments.cases):
+    for row in rows(arguments.targets, arguments.cases, arguments.kernels):
         text = json.dumps(row) if arguments.json else line.format(how=row["tensor_cores"], **row)
         print(text.rstrip(), flush=True)
 

@@ -26,24 +26,30 @@ def medians(
     by_host = [name for name, (_, replays) in runs.items() if not replays]
     for _ in range(rounds):
         for name, (run, _) in runs.items():
-            torch.accelerator.synchronize(device)
+            wait(device)
             started = time.perf_counter()
             run()
-            torch.accelerator.synchronize(device)
+            wait(device)
             times[name].append((time.perf_counter() - started) / calls)
     seconds = {name: statistics.median(spent) for name, spent in times.items()}
     return seconds, by_host if device.type == "cuda" else []
 
 
+def wait(device: torch.device) -> None:
+    """Waits for a device; a CPU has nothing to wait for."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def host_seconds(kernel: Kernel, calls: int, device: torch.device) -> float:
     """Seconds that the host takes to make a call, without waiting for the device."""
     kernel(0)
-    torch.accelerator.synchronize(device)
+    wait(device)
     started = time.perf_counter()
     for number in range(calls):
         kernel(number)
     spent = time.perf_counter() - started
-    torch.accelerator.synchronize(device)
+    wait(device)
     return spent / calls
 
 

@@ -59,7 +59,7 @@ class EngineReport:
     native kernel that failed to build, ``cut_steps`` the steps that did not fit a bucket as a
     whole, ``steps_ahead`` those that async scheduling launched ahead. ``kernel`` is "native", or
     the portable kernel of the causal and shared parts; ``kernel_notes`` says why, which variants
-    are fastest here, and on CUDA how many calls varlen serves.
+    are fastest here, and on CUDA which calls other kernels than Triton's serve.
     ``memory`` has the copies of blocks: on write and to defragment, ``kv_cache`` the size of the
     cache and the reason for it (`CacheSize`), ``step_size`` the most tokens of a step and the
     reason (`StepSize`).

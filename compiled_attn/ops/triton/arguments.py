@@ -11,11 +11,11 @@ from torch import Tensor
 
 from compiled_attn.cache.quantisation import largest
 from compiled_attn.ops.call import NewTokens, PagedCall
-from compiled_attn.ops.triton.tiles import Plan, Problem, key_blocks
+from compiled_attn.ops.triton.tiles import Plan, Problem, Tile, key_blocks
 
 __all__ = [
-    "CODES", "MAX_AMD_WARPS", "Launch", "attend_launch", "merge_launch", "problem_of",
-    "write_launch",
+    "CODES", "MAX_AMD_WARPS", "Launch", "Results", "arrivals_of", "attend_launch", "problem_of",
+    "results_of", "write_launch",
 ]  # fmt: skip
 
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -24,6 +24,7 @@ CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5
 _MIN_SCALE = 2.0**-100  # not flushed to 0 on any device
 _MAX_WINDOW = 1 << 30  # adding a position does not overflow
 _WRITE_TILE = 2048
+_MERGED_AT_ONCE = 2048  # elements of a part
 MAX_AMD_WARPS = 8
 """AMD warps have 64 threads, twice as many: more of them would run out of registers."""
 
@@ -34,6 +35,17 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, int]
+
+
+class Results(NamedTuple):
+    """What `attend.attend_kernel` writes; without splits, no parts and no counters."""
+
+    out: Tensor
+    lse: Tensor
+    part_sums: Tensor | None = None
+    part_tops: Tensor | None = None
+    part_totals: Tensor | None = None
+    arrivals: Tensor | None = None
 
 
 def problem_of(call: PagedCall) -> Problem:
@@ -47,19 +59,31 @@ def problem_of(call: PagedCall) -> Problem:
     )  # fmt: skip
 
 
+def arrivals_of(call: PagedCall, plan: Plan) -> Tensor | None:
+    """Allocates the counters of stored splits, which must be zeroed; None: there are no splits."""
+    if plan.splits == 1:
+        return None
+    return call.query.new_empty(_grid(problem_of(call), plan.tile), dtype=torch.int32)
+
+
+def results_of(call: PagedCall, plan: Plan, arrivals: Tensor | None) -> Results:
+    """Allocates what `attend.attend_kernel` writes next to the counters of `arrivals_of`."""
+    query, shape = call.query, (*call.query.shape[:2], call.value_cache.shape[3])
+    out, lse = query.new_empty(shape), query.new_empty(shape[:2], dtype=torch.float32)
+    if arrivals is None:
+        return Results(out, lse)
+    sums = query.new_empty(plan.splits, *shape, dtype=torch.float32)
+    tops, totals = query.new_empty(2, plan.splits, *shape[:2], dtype=torch.float32)
+    return Results(out, lse, sums, tops, totals, arrivals)
+
+
 def attend_launch(
-    call: PagedCall,
-    plan: Plan,
-    results: tuple[Tensor, Tensor, Tensor | None],
-    *,
-    widen: bool,
-    has_fp8: bool,
+    call: PagedCall, plan: Plan, results: Results, *, widen: bool, has_fp8: bool
 ) -> Launch:
-    """Returns the launch of `attend.attend_kernel`; results: out and lse, or those of splits.
+    """Returns the launch of `attend.attend_kernel`; results: those of `results_of`.
 
     ``widen``: multiply bfloat16 in float32 (interpreter); ``has_fp8``: the device converts e4m3.
     """
-    out, lse, totals = results
     problem, tile, splits = problem_of(call), plan.tile, plan.splits
     scoring = call.scoring
     window, softcap, slopes = scoring.window, scoring.softcap, scoring.alibi_slopes
@@ -69,7 +93,7 @@ def attend_launch(
     arguments = {
         "query": call.query, **_caches(call), "block_table": call.block_table,
         "seq_lens": call.seq_lens, "starts": call.query_start_loc,
-        "slopes": slopes, "sinks": scoring.sinks, "out": out, "lse": lse, "totals": totals,
+        "slopes": slopes, "sinks": scoring.sinks, **results._asdict(),
         "factor": float(scoring.scale) * (1.0 if is_raised else math.log2(math.e)),
         "cap": float(softcap or 0.0), "lowest": -math.inf, "window": min(window or 0, _MAX_WINDOW),
         "tokens": problem.tokens, "requests": problem.requests, "width": call.block_table.shape[1],
@@ -81,36 +105,22 @@ def attend_launch(
         "ALIBI": slopes is not None, "SINKS": scoring.sinks is not None,
         "FACTOR_LAST": scoring.scale > _MIN_SCALE and not is_raised and call.key_scale is None,
         "IS_SPLIT": splits > 1, "ROWS": tile.rows, "KEYS": tile.keys,
+        "MERGE_ROWS": _merge_rows(tile.rows, tile_heads, _block(problem.value_dim)),
         "WIDEN": widen, "HAS_FP8": has_fp8,
     }  # fmt: skip
-    tiles = problem.tokens // (tile.rows // tile_heads) + max(problem.requests, 1)
-    grid = tiles, problem.kv_heads * -(-problem.group // tile_heads), splits
+    grid = *_grid(problem, tile), splits
     warps = min(tile.warps, MAX_AMD_WARPS) if torch.version.hip else tile.warps
     return Launch(grid, arguments, {"num_warps": warps, "num_stages": tile.stages})
 
 
-def merge_launch(
-    call: PagedCall, parts: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
-) -> Launch:
-    """Returns the launch of `merge.merge_kernel`; parts: sums, maxima, totals of each split."""
-    tokens, heads, value_dim = out.shape
-    arguments = {
-        **dict(zip(("part_sums", "part_top", "part_total"), parts, strict=True)),
-        "starts": call.query_start_loc, "sinks": call.scoring.sinks, "out": out, "lse": lse,
-        "tokens": tokens, "requests": call.block_table.shape[0], "splits": len(parts[0]),
-        "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_BLOCK": _block(value_dim),
-        "SINKS": call.scoring.sinks is not None,
-    }  # fmt: skip
-    return Launch((tokens, heads), arguments, {"num_warps": 4 if value_dim > 128 else 1})
-
-
-def write_launch(call: PagedCall, new: NewTokens) -> Launch:
-    """Returns the launch of `write.write_kernel`."""
+def write_launch(call: PagedCall, new: NewTokens, arrivals: Tensor | None) -> Launch:
+    """Returns the launch of `write.write_kernel`, which zeroes ``arrivals``."""
     problem = problem_of(call)
     blocks = {"KEY": _block(problem.key_dim), "VALUE": _block(problem.value_dim)}
     tile_heads = max(1, min(_block(problem.kv_heads, 1), _WRITE_TILE // max(blocks.values())))
     arguments = {
         "key": new.key, "value": new.value, **_caches(call), "slots": new.slot_mapping,
+        "arrivals": arrivals, "counters": 0 if arrivals is None else arrivals.numel(),
         **_strides("key", new.key, ("token", "head")),
         **_strides("value", new.value, ("token", "head")),
         "KV_HEADS": problem.kv_heads, "TILE_HEADS": tile_heads,
@@ -120,6 +130,18 @@ def write_launch(call: PagedCall, new: NewTokens) -> Launch:
     }  # fmt: skip
     grid = problem.tokens, -(-problem.kv_heads // tile_heads)
     return Launch(grid, arguments, {"num_warps": 4})
+
+
+def _grid(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Tiles of rows and of heads."""
+    heads = min(problem.group, tile.rows)
+    tiles = problem.tokens // (tile.rows // heads) + max(problem.requests, 1)
+    return tiles, problem.kv_heads * -(-problem.group // heads)
+
+
+def _merge_rows(rows: int, heads: int, value_block: int) -> int:
+    """Rows merged at once: those of a token of a decode, unless registers would run out."""
+    return max(1, min(max(_block(heads, 1), rows // 8), _MERGED_AT_ONCE // value_block))
 
 
 def _caches(call: PagedCall) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from compiled_attn.ops.triton.codes import decode
-from compiled_attn.ops.triton.merge import LOG2E, finish, rounded_product
+from compiled_attn.ops.triton.merge import LOG2E, finish, merge_parts, rounded_product
 
 
 @triton.jit
@@ -23,6 +23,15 @@ def _request_of(program, starts, requests, QUERIES: tl.constexpr):
         else:
             high = middle
     return tl.maximum(low - 1, 0)
+
+
+@triton.jit
+def _heads_of(row, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, QUERIES: tl.constexpr):
+    """Returns the query head of each row of a tile, and whether there is one."""
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
+    member = (tl.program_id(1) % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
+    return kv_head * GROUP + member, (row < QUERIES * TILE_HEADS) & (member < GROUP)
 
 
 @triton.jit
@@ -48,9 +57,9 @@ def attend_kernel(
     key_scale, value_scale,  # [blocks, PAGE, Hk] float32 or None
     block_table, seq_lens, starts,  # [R, width], [R], [R + 1]
     slopes, sinks,  # [HEADS] float32 or None
-    out,  # [T, HEADS, VALUE_DIM]; with splits: float32 [splits, ...]
-    lse,  # [T, HEADS] float32; with splits: maxima [splits, ...]
-    totals,  # with splits: [splits, T, HEADS]; else None
+    out, lse,  # [T, HEADS, VALUE_DIM], [T, HEADS] float32
+    part_sums, part_tops, part_totals,  # [splits, T, HEADS(, VALUE_DIM)] float32; None: no splits
+    arrivals,  # zeros [first two sizes of the grid] int32: splits of a tile that are stored
     factor,  # of scores; includes log2(e) unless there is softcap or ALiBi
     cap,
     lowest,  # -inf, unknown to the compiler
@@ -63,12 +72,13 @@ def attend_kernel(
     PAGE: tl.constexpr, CODES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, FACTOR_LAST: tl.constexpr, IS_SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr, HAS_FP8: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    WIDEN: tl.constexpr, HAS_FP8: tl.constexpr,
 ):  # fmt: skip
     """Computes ``ROWS // TILE_HEADS`` tokens, ``TILE_HEADS`` heads of a KV head.
 
     Grid: ``(T // QUERIES + R, Hk * cdiv(GROUP, TILE_HEADS), splits)``. FlashAttention-2
-    (Dao, 2023); with splits of the keys, Flash-Decoding.
+    (Dao, 2023); with splits of the keys, Flash-Decoding, whose last program of a tile merges.
     """
     QUERIES: tl.constexpr = ROWS // TILE_HEADS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
@@ -81,16 +91,14 @@ def attend_kernel(
     split = tl.program_id(2)
 
     row = tl.arange(0, ROWS)
-    member = (tl.program_id(1) % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
-    head = kv_head * GROUP + member
-    is_row = (row < QUERIES * TILE_HEADS) & (member < GROUP)
+    head, is_row = _heads_of(row, GROUP, TILE_HEADS, QUERIES)
     value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
     is_value = value_dims < VALUE_DIM
     sink = tl.full([ROWS], float("-inf"), tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
 
-    if not IS_SPLIT:  # tokens of no request: those that have this program's number among all
+    if split == 0:  # tokens of no request: those that have this program's number among all
         token = program * QUERIES + row // TILE_HEADS
         is_own = (token < tl.load(starts)) | (token >= tl.load(starts + requests))
         is_own = is_own & is_row & (token < tokens)
@@ -107,11 +115,12 @@ def attend_kernel(
     given = tl.load(seq_lens + request)
     length = tl.minimum(given, width * PAGE)
     first = (program - begin // QUERIES - request) * QUERIES  # row of the request
-    if begin + first >= end:
+    first_token = begin + first
+    if (first < 0) | (first_token >= end):
         return
     own = first + row // TILE_HEADS
     token = begin + own
-    is_row = is_row & (own >= 0) & (token >= 0) & (token < end)
+    is_row = is_row & (token >= 0) & (token < end)
     position = length - (end - begin) + own
     first_position = length - (end - begin) + first
     last_position = tl.minimum(first_position + QUERIES, length) - 1
@@ -251,8 +260,22 @@ def attend_kernel(
         tl.store(at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
         tl.store(lse + row_at, log_sum, mask=is_row)
     else:
-        row_at += split.to(tl.int64) * tokens * HEADS
-        at = out + row_at[:, None] * VALUE_DIM + value_dims
-        tl.store(at, sums, mask=is_row[:, None] & is_value)
-        tl.store(lse + row_at, top, mask=is_row)
-        tl.store(totals + row_at, total, mask=is_row)
+        at = row_at + split * tokens.to(tl.int64) * HEADS
+        part = part_sums + at[:, None] * VALUE_DIM + value_dims
+        tl.store(part, sums, mask=is_row[:, None] & is_value)
+        tl.store(part_tops + at, top, mask=is_row)
+        tl.store(part_totals + at, total, mask=is_row)
+        tl.debug_barrier()  # one thread publishes what all have stored
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(2) - 1:
+            for start in range(0, tl.minimum(end - first_token, QUERIES) * TILE_HEADS, MERGE_ROWS):
+                merged = start + tl.arange(0, MERGE_ROWS)
+                merged_head, is_merged = _heads_of(merged, GROUP, TILE_HEADS, QUERIES)
+                merged_token = first_token + merged // TILE_HEADS
+                is_merged = is_merged & (merged_token >= 0) & (merged_token < end)
+                merge_parts(
+                    part_sums, part_tops, part_totals, sinks, out, lse,
+                    merged_token.to(tl.int64) * HEADS + merged_head, merged_head, is_merged,
+                    tokens.to(tl.int64) * HEADS, VALUE_DIM, VALUE_BLOCK, SINKS,
+                )  # fmt: skip

@@ -15,17 +15,18 @@ import triton
 from torch import Tensor
 
 from compiled_attn.attention.scoring import Scoring
-from compiled_attn.ops import varlen
-from compiled_attn.ops.call import PagedCall
+from compiled_attn.ops.call import NewTokens, PagedCall
+from compiled_attn.ops.providers import PROVIDERS
 from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend, compile_plan
-from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of
+from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of, failed
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
 
 __all__ = ["call_of", "measuring", "tune"]
 
 _COLD_BYTES = 1 << 28  # of keys and of values: more than any L2 cache
 _ROUNDS = 7
+_MAX_ERROR = 0.05  # many roundings of bfloat16, less than another scale or mask makes
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
     For warmups, which run each bucket before capturing it. `Plans.export` and `Plans.adopt` carry
     the results to later processes.
     """
-    plans.measure, plans.varlen = tune, {}
+    plans.measure, plans.kinds = tune, {}
     try:
         yield plans
     finally:
@@ -48,20 +49,22 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
 
 
 def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> Plan:
-    """Returns the fastest plan of a problem: tries tiles, then numbers of splits, then varlen."""
+    """Returns the fastest plan of a problem: tries tiles, then splits, then providers."""
     clock, chip = clock or partial(_milliseconds, device=device), chip_of(device)
     usual = plan(problem, chip)
     try:
         call = call_of(problem, device)
     except torch.OutOfMemoryError:  # caches take most memory: must not fail the warmup
-        REFUSED[device, problem] = "was not measured: the device is out of memory"
+        for name in PROVIDERS:
+            REFUSED[device, problem, name] = "was not measured: the device is out of memory", None
         return usual
     best = _fastest([usual, *other_tiles(problem, chip)], call, clock)
-    return _or_varlen(problem, _fastest([best, *other_splits(best)], call, clock), call, clock)
+    return _or_provider(problem, _fastest([best, *other_splits(best)], call, clock), call, clock)
 
 
 def call_of(problem: Problem, device: torch.device) -> PagedCall:
-    """Returns a random call whose requests are equal and half as long as they can be."""
+    """Returns a random call whose requests are equal and half as long as they can be, or as long
+    as their new tokens."""
     dtype = getattr(torch, problem.dtype)
     stored = {name: each for each, name in CODES.items()}.get(problem.codes, dtype)
     requests, width = max(problem.requests, 1), problem.keys // problem.page
@@ -72,13 +75,31 @@ def call_of(problem: Problem, device: torch.device) -> PagedCall:
     scale = torch.full(cells, 0.01, device=device) if problem.codes != "none" else None
     table = torch.randint(1, blocks, (requests, width), device=device, dtype=torch.int32)
     starts = torch.arange(requests + 1, device=device) * problem.tokens // requests
-    lengths = torch.full((requests,), (problem.keys + 1) // 2, device=device, dtype=torch.int32)
-    return PagedCall(
+    length = min(max((problem.keys + 1) // 2, -(-problem.tokens // requests)), problem.keys)
+    lengths = torch.full((requests,), length, device=device, dtype=torch.int32)
+    call = PagedCall(
         torch.randn(problem.tokens, heads, problem.key_dim, device=device).to(dtype),
         _random((*cells, problem.key_dim), stored, device),
         _random((*cells, problem.value_dim), stored, device),
         table, lengths, starts.int(), Scoring(problem.key_dim**-0.5), True, scale, scale,
     )  # fmt: skip
+    return call._replace(new=_new_tokens(call))
+
+
+def _new_tokens(call: PagedCall) -> NewTokens:
+    """The last tokens of each request, as they are in the caches."""
+    starts, (_, page, kv_heads, _) = call.query_start_loc, call.key_cache.shape
+    row = torch.arange(call.query.shape[0], device=call.query.device)
+    request = torch.searchsorted(starts, row, right=True) - 1
+    at = (call.seq_lens[request] - starts[request + 1] + row).clamp(min=0)
+    block, slot = call.block_table[request, at // page], at % page
+    key, value = (
+        torch.randn(len(row), kv_heads, cache.shape[3], device=row.device).to(call.query.dtype)
+        if call.key_scale is not None
+        else cache[block, slot]
+        for cache in (call.key_cache, call.value_cache)
+    )
+    return NewTokens(key, value, block.long() * page + slot)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -109,18 +130,37 @@ def _compile(plans: list[Plan], call: PagedCall) -> None:
         list(threads.map(one, plans))
 
 
-def _or_varlen(problem: Problem, best: Plan, call: PagedCall, clock: Clock) -> Plan:
-    if lacks := varlen.why_not(call):
-        _log.info("varlen is not measured: it %s", lacks)
+def _or_provider(problem: Problem, best: Plan, call: PagedCall, clock: Clock) -> Plan:
+    """Returns the plan with the fastest kernel: Triton's, or a provider that can serve the call."""
+    device, times = call.query.device, dict[Plan, float]()
+    for name, provider in PROVIDERS.items():
+        if lacks := provider.why_not(call):
+            _log.info("%s is not measured: it %s", name, lacks)
+            continue
+        plan = best._replace(kernel=name)
+        try:
+            times[plan] = clock(partial(attend, call, plan))
+            _check(attend(call, plan), attend(call, best))
+        except Exception as error:  # libraries report some limits only when called, by any type
+            times.pop(plan, None)
+            REFUSED[device, problem, name] = failed(name, error), None
+    if not times:
         return best
-    other = best._replace(varlen=True)
-    try:
-        times = {each: clock(partial(attend, call, each)) for each in (best, other)}
-    except RuntimeError as error:  # varlen reports some limits only when called
-        _log.warning("varlen is not used: %s", error)
-        REFUSED[call.query.device, problem] = "failed: " + str(error).partition("\n")[0]
-        return best
-    return min(times, key=times.__getitem__)
+    times = {best: clock(partial(attend, call, best)), **times}
+    fastest = min(times, key=times.__getitem__)
+    for plan, time in times.items():
+        speed = times[fastest] / time if time else 1.0
+        REFUSED[device, problem, plan.kernel] = f"was slower than {fastest.kernel}", speed
+    return fastest
+
+
+def _check(results: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    """Raises unless results are about Triton's: libraries change what their arguments mean."""
+    (out, lse), (want, want_lse) = results, wanted
+    error = float((out - want).abs().max() / want.abs().max())
+    lse_error = float((lse - want_lse).abs().max())
+    if not max(error, lse_error) <= _MAX_ERROR:  # or NaN
+        raise ArithmeticError(f"out differs by {error:.2g} from Triton's, lse by {lse_error:.2g}")
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:

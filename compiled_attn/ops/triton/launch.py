@@ -1,4 +1,4 @@
-"""The ops on CUDA devices: checks shapes, selects a plan, launches one to three kernels.
+"""The ops on CUDA devices: checks shapes, selects a plan, launches one or two kernels.
 
 Arguments and results are those of `compiled_attn.ops.reference`, but indices, which are on the
 device, are not checked: out of range, they give NaN or are not written.
@@ -16,19 +16,19 @@ import triton
 from torch import Tensor
 
 from compiled_attn.errors import KernelArgumentError
-from compiled_attn.ops import varlen
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.checks import check_shapes
+from compiled_attn.ops.providers import PROVIDERS
 from compiled_attn.ops.triton.arguments import (
     Launch,
+    arrivals_of,
     attend_launch,
-    merge_launch,
     problem_of,
+    results_of,
     write_launch,
 )
 from compiled_attn.ops.triton.attend import attend_kernel
-from compiled_attn.ops.triton.merge import merge_kernel
-from compiled_attn.ops.triton.plans import PLANS, REFUSED
+from compiled_attn.ops.triton.plans import PLANS, note
 from compiled_attn.ops.triton.tiles import Plan
 from compiled_attn.ops.triton.write import write_kernel
 
@@ -63,47 +63,62 @@ def paged_attention_(
     new = NewTokens(key, value, slot_mapping)
     call = PagedCall.of(query, key_cache, value_cache, *step, new=new, **options)
     _check(call)
+    plan = _plan_of(call)
+    arrivals = arrivals_of(call, plan)
     with _device(query):
-        _run(write_kernel, write_launch(call, new))
-    return attend(call)
+        _run(write_kernel, write_launch(call, new, arrivals))
+    return _attend(call, plan, arrivals, is_measured=True)
 
 
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Computes a call with valid shapes; plan: None: the measured one, or the default."""
-    plan = plan or _plan_of(call)
-    if plan.varlen and varlen.why_not(call) is None:
-        return varlen.attend(call)
-    return _launch(call, plan, _run)
+    return _attend(call, plan or _plan_of(call), None, is_measured=plan is None)
+
+
+def _attend(
+    call: PagedCall, plan: Plan, arrivals: Tensor | None, *, is_measured: bool
+) -> tuple[Tensor, Tensor]:
+    """``arrivals``: those of `arrivals_of`, zeroed; None: zeroes some where they are needed."""
+    provider = PROVIDERS.get(plan.kernel)
+    if provider is None or provider.why_not(call) is not None:
+        return _launch(call, plan, _run, arrivals)
+    paged = functools.partial(_launch, plan=plan, run=_run)
+    try:
+        with _device(call.query):
+            return provider.attend(call, paged)
+    except Exception as error:  # libraries report some limits only when called, by any type
+        if not is_measured or PLANS.measure is None:
+            raise
+        PLANS.refuse(problem_of(call), call.query.device, error)
+        return paged(call)
 
 
 def compile_plan(call: PagedCall, plan: Plan) -> None:
     """Compiles the kernels of a plan without running them; thread-safe."""
-    _launch(call, plan, _compile)
+    _launch(call, plan, _compile, arrivals_of(call, plan))
 
 
-def _launch(call: PagedCall, plan: Plan, run: Runner) -> tuple[Tensor, Tensor]:
-    query = call.query
-    tokens, heads, _ = query.shape
-    out = query.new_empty(tokens, heads, call.value_cache.shape[3])
-    lse = query.new_empty(tokens, heads, dtype=torch.float32)
-    with _device(query):
-        if plan.splits == 1:
-            _attend(call, plan, (out, lse, None), run)
-            return out, lse
-        sums = query.new_empty(plan.splits, *out.shape, dtype=torch.float32)
-        tops, totals = query.new_empty(2, plan.splits, tokens, heads, dtype=torch.float32)
-        _attend(call, plan, (sums, tops, totals), run)
-        run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
-    return out, lse
+def _launch(
+    call: PagedCall, plan: Plan, run: Runner, arrivals: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
+    widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
+    has_fp8 = not is_interpreted and _converts_fp8(call.query.device)
+    if arrivals is None and (arrivals := arrivals_of(call, plan)) is not None:
+        # Per call, not reset by the last program: graphs replayed on two streams would share
+        # persistent counters, and one wrong count would spoil all later calls.
+        arrivals.zero_()
+    results = results_of(call, plan, arrivals)
+    with _device(call.query):
+        run(attend_kernel, attend_launch(call, plan, results, widen=widen, has_fp8=has_fp8))
+    return results.out, results.lse
 
 
 def _plan_of(call: PagedCall) -> Plan:
     problem = problem_of(call)
     plan = PLANS.of(problem, call.query.device)
     if PLANS.measure is not None:
-        slower = "was not faster than Triton when it was measured"
-        by_plan = None if plan.varlen else REFUSED.get((call.query.device, problem), slower)
-        PLANS.varlen[problem, varlen.why_not(call) or by_plan] = None
+        note(PLANS, call, problem, plan)
     return plan
 
 
@@ -119,15 +134,6 @@ def _check(call: PagedCall) -> None:
             f"paged_attention: expected a query of float32, bfloat16 or float16 on "
             f"{call.query.device}, got {call.query.dtype}: convert it with .to()"
         )
-
-
-def _attend(
-    call: PagedCall, plan: Plan, results: tuple[Tensor, Tensor, Tensor | None], run: Runner
-) -> None:
-    is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
-    widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
-    has_fp8 = not is_interpreted and _converts_fp8(call.query.device)
-    run(attend_kernel, attend_launch(call, plan, results, widen=widen, has_fp8=has_fp8))
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-"""Merges the splits of a row, adds its sink, and normalizes."""
+"""Merges the splits of rows, adds their sinks, and normalizes."""
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+TOPS_AT_ONCE = tl.constexpr(32)
+PARTS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
@@ -34,40 +36,47 @@ def finish(sums, top, total, sink, SINKS: tl.constexpr):
     return out, lse
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "splits"])
-def merge_kernel(
-    part_sums,  # [splits, T, H, VALUE_DIM] float32
-    part_top, part_total,  # [splits, T, H] float32
-    starts,  # [R + 1]
-    sinks,  # [H] float32 or None
-    out, lse,  # [T, H, VALUE_DIM], [T, H] float32
-    tokens, requests, splits,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+@triton.jit
+def merge_parts(
+    part_sums, part_tops, part_totals, sinks, out, lse,  # those of `attend.attend_kernel`
+    row_at, head, is_row,  # [n]: places in [T, H], heads, whether there is such a row
+    step,  # places between splits
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of one token and head. Grid: ``(T, H)``."""
-    token = tl.program_id(0)
-    row = token.to(tl.int64) * HEADS + tl.program_id(1)
-    rows = row + tl.arange(0, 1)
-    step = tokens.to(tl.int64) * HEADS
+    """Merges the parts of rows in the order of the splits, whichever was stored last.
+
+    Loads are independent of each other, as one program waits for them; from L2, as other
+    multiprocessors stored them.
+    """
+    ROWS: tl.constexpr = row_at.shape[0]
+    splits = tl.num_programs(2)
     dims = tl.arange(0, VALUE_BLOCK)[None, :]
-    is_own = (token >= tl.load(starts)) & (token < tl.load(starts + requests))
-    sink = tl.full([1], float("-inf"), tl.float32)
+    sink = tl.full([ROWS], float("-inf"), tl.float32)
     if SINKS:
-        sink = tl.load(sinks + tl.program_id(1) + tl.arange(0, 1))
-    sums = tl.zeros([1, VALUE_BLOCK], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    if is_own:  # a token of no request has no parts
-        for split in range(splits):
-            top = tl.maximum(top, tl.load(part_top + split * step + rows))
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        for split in range(splits):
-            at = split * step + rows
-            weight = tl.exp2(tl.load(part_top + at) - shift)
-            total += weight * tl.load(part_total + at)
+        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for first in range(0, splits, TOPS_AT_ONCE):
+        split = first + tl.arange(0, TOPS_AT_ONCE)[:, None]
+        is_part = (split < splits) & is_row[None, :]
+        tops = part_tops + split * step + row_at[None, :]
+        tops = tl.load(tops, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        top = tl.maximum(top, tl.max(tops, 0))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    own_splits = tl.where(is_row, splits, 0)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    for first in range(0, splits, PARTS_AT_ONCE):
+        for each in tl.static_range(PARTS_AT_ONCE):
+            at = (first + each) * step + row_at
+            is_part = first + each < own_splits
+            part_top = tl.load(part_tops + at, is_part, float("-inf"), cache_modifier=".cg")
+            part_total = tl.load(part_totals + at, is_part, 0.0, cache_modifier=".cg")
             part = part_sums + at[:, None] * VALUE_DIM + dims
-            sums += weight[:, None] * tl.load(part, mask=dims < VALUE_DIM, other=0.0)
+            part = tl.load(part, is_part[:, None] & (dims < VALUE_DIM), 0.0, cache_modifier=".cg")
+            weight = tl.exp2(part_top - shift)
+            total += weight * part_total
+            sums += weight[:, None] * part
     result, log_sum = finish(sums, top, total, sink, SINKS)
-    at = out + rows[:, None] * VALUE_DIM + dims
-    tl.store(at, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
-    tl.store(lse + rows, log_sum)
+    at = out + row_at[:, None] * VALUE_DIM + dims
+    tl.store(at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dims < VALUE_DIM))
+    tl.store(lse + row_at, log_sum, mask=is_row)

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import triton
 
+from compiled_attn.ops import providers
 from compiled_attn.ops.cpu.libraries import own_folder
 from compiled_attn.ops.triton.autotune import measuring
-from compiled_attn.ops.triton.plans import PLANS, Plans, varlen_notes
-from compiled_attn.ops.varlen import active_implementation
+from compiled_attn.ops.triton.plans import PLANS, Exported, Plans, provider_notes
 from graphs.errors import StoreBusy, StoreError
 from graphs.files import write_whole
 from graphs.store.lock import locked
@@ -43,15 +43,17 @@ def saved_plans(
         with measuring(plans):
             yield notes
     finally:
-        notes |= varlen_notes(plans.varlen)
+        notes |= provider_notes(plans.kinds)
         _add(file, plans.export(device))
 
 
 def plans_file(device: torch.device) -> Path | None:
     """Returns the plan file of a CUDA device; None if it cannot be saved."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    versions = torch.__version__, triton.__version__
-    factors = [torch.cuda.get_device_name(device), *versions, str(active_implementation())]
+    folders = Path(__file__).parent, Path(providers.__file__).parent
+    sources = sorted(path for each in folders for path in each.glob("*.py"))
+    versions = [torch.__version__, triton.__version__]
+    versions += [each.version() for each in providers.PROVIDERS.values()]
+    factors = [torch.cuda.get_device_name(device), *versions]
     texts = [*(factor.encode() for factor in factors), *(path.read_bytes() for path in sources)]
     try:
         folder = own_folder(None)
@@ -61,7 +63,7 @@ def plans_file(device: torch.device) -> Path | None:
     return folder / f"triton-{key[:32]}.plans.json"
 
 
-def _add(file: Path | None, measured: dict[str, list[int]]) -> None:
+def _add(file: Path | None, measured: dict[str, Exported]) -> None:
     """Merges plans with what other processes have written meanwhile."""
     if file is None or not measured:
         return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypeAlias
 
 __all__ = ["Chip", "Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
 
-_MAX_SPLITS = 32
-_TILES_PER_SPLIT = 4
+_MAX_SPLITS = 64
+_TILES_PER_SPLIT = 2
 _FEW_ROWS = 2  # per request on average: decodes and drafts
 
 
@@ -35,12 +36,13 @@ class Tile(NamedTuple):
 class Plan(NamedTuple):
     """A tile, and the number of splits of each request's keys.
 
-    ``varlen``: `compiled_attn.ops.varlen` is faster where it supports the call.
+    ``kernel``: "triton", or the provider that is faster for the calls it can serve
+    (`compiled_attn.ops.providers`).
     """
 
     tile: Tile
     splits: int
-    varlen: bool = False
+    kernel: str = "triton"
 
 
 class Problem(NamedTuple):
@@ -90,6 +92,11 @@ class Problem(NamedTuple):
     def has_few_rows(self) -> bool:
         """Whether a request has few query rows on average."""
         return self.tokens <= _FEW_ROWS * max(self.requests, 1)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of the caches, 4 for float32 whatever the codes."""
+        return 4 if self.dtype == "float32" else 2 if self.codes == "none" else 1
 
 
 _Tiles: TypeAlias = dict[tuple[int, int], tuple[Tile, Tile]]
@@ -167,8 +174,7 @@ def key_blocks(dim: int) -> tuple[int, int]:
 
 def _default_tile(problem: Problem, chip: Chip) -> Tile:
     largest = max(problem.key_dim, problem.value_dim)
-    element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
-    few, many = _tiles_of(element, largest, _HOPPER_TILES if chip.is_hopper else {})
+    few, many = _tiles_of(problem.element, largest, _HOPPER_TILES if chip.is_hopper else {})
     if not problem.has_few_rows:
         return many
     if problem.group <= few.rows:
@@ -185,13 +191,26 @@ def _tiles_of(element: int, size: int, first: _Tiles) -> tuple[Tile, Tile]:
 
 
 def _splits(problem: Problem, tile: Tile, processors: int) -> int:
-    """Two programs per multiprocessor, unless they would have too few tiles of keys."""
-    heads = min(problem.group, tile.rows)
-    queries = tile.rows // heads
-    tiles = problem.tokens // queries + max(problem.requests, 1)
+    """Two programs per multiprocessor, unless they would have too few keys.
+
+    The last program of a tile merges all its splits alone: their number times the bytes of a part
+    should not exceed the bytes of keys and values that each program reads.
+    """
+    requests, heads = max(problem.requests, 1), min(problem.group, tile.rows)
+    queries, own = tile.rows // heads, -(-problem.tokens // requests)
+    tiles = problem.tokens // queries + requests
+    if problem.has_few_rows:  # nearly all of them have one tile
+        tiles = requests * -(-own // queries)
     programs = tiles * problem.kv_heads * -(-problem.group // heads)
-    room = problem.keys // (tile.keys * _TILES_PER_SPLIT)
-    return max(1, min(_floor_power(2 * processors // programs), _floor_power(room), _MAX_SPLITS))
+    read = problem.keys * (problem.key_dim + problem.value_dim) * problem.element
+    part = 4 * problem.value_dim * heads * max(1, min(queries, own))
+    limits = (
+        2 * processors // max(programs, 1),
+        problem.keys // (tile.keys * _TILES_PER_SPLIT),
+        math.isqrt(read // part),
+        _MAX_SPLITS,
+    )
+    return max(1, _floor_power(min(limits)))
 
 
 def _ceil_power(size: int) -> int:

@@ -7,15 +7,17 @@ from compiled_attn.ops.triton.codes import encode
 
 # Lower bound of a row's largest element, as in `compiled_attn.cache.quantisation`.
 _TINY = tl.constexpr(2.0**-110)
+_ZEROED = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "counters"])
 def write_kernel(
     key, value,  # [T, Hk, KEY_DIM or VALUE_DIM]
     key_cache, value_cache,  # [blocks, PAGE, Hk, KEY_DIM or VALUE_DIM]
     key_scale, value_scale,  # [blocks, PAGE, Hk] float32 or None
     slots,  # [T] int64
-    blocks,
+    arrivals,  # [counters] int32, zeroed for the attention that follows; or None
+    counters, blocks,
     key_token, key_head, value_token, value_head,  # strides
     k_block, k_slot, k_head, v_block, v_slot, v_head,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
@@ -25,6 +27,12 @@ def write_kernel(
     PAGE: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Writes some heads of one token. Grid: ``(T, cdiv(Hk, TILE_HEADS))``."""
+    if arrivals is not None:
+        step = tl.num_programs(0) * tl.num_programs(1) * _ZEROED
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        for start in range(program * _ZEROED, counters, step):
+            at = start + tl.arange(0, _ZEROED)
+            tl.store(arrivals + at, 0, mask=at < counters)
     token = tl.program_id(0).to(tl.int64)
     slot_of_all = tl.load(slots + token)
     block = slot_of_all // PAGE

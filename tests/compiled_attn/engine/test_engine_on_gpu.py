@@ -186,6 +186,39 @@ def test_steps_replay_graphs_of_the_accelerator(device):
     assert report.kernel == "native" and report.replays >= report.steps > 0
 
 
+class FullOnce(Recorded):
+    """Runs out of memory in the second recording: on a GPU while it records."""
+
+    recordings = 0
+
+    def _recorder_of(self):
+        recorder = super()._recorder_of()
+        record = recorder.record
+
+        def recorded(call):
+            self.recordings += 1
+            if self.recordings != 2:
+                return record(call)
+            if self._device != "cuda":
+                raise torch.OutOfMemoryError("out of memory")
+            return record(lambda: (call(), torch.empty(1 << 50, device="cuda")))
+
+        setattr(recorder, "record", recorded)  # noqa: B010
+        return recorder
+
+
+@pytest.mark.parametrize("device", ["fake_device", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_engine_whose_recording_ran_out_of_memory_serves_and_can_record_again(device):
+    engine = engine_on(device, FullOnce(device), "llama")
+    (failed,) = engine.warmup_report.failed
+    assert "memory" in failed.error
+    assert generated(engine) == on_cpu("llama")
+    assert not engine.warmup().failed
+    assert generated(engine) == on_cpu("llama")
+    report = engine.report()
+    assert (report.compiles_after_warmup, report.graph_breaks) == (0, 0)
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize(("device", "backend"), RUNS)
 def test_sampled_tokens_are_those_of_a_cpu(device, backend, name):

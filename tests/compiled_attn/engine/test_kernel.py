@@ -89,13 +89,13 @@ def test_the_report_has_what_the_warmup_of_a_device_found(monkeypatch):
     def measured(device):
         assert device.type == "cpu"
         yield notes
-        notes["varlen"] = "serves 1 of 1 kinds of calls"
+        notes["fa3"] = "serves 1 of 1 kinds of calls"
 
     monkeypatch.setattr(local, "measured_plans", measured)
     engine = Engine(tiny_model(), _config(max_graphs=2))
-    assert "varlen" not in engine.report().kernel_notes
+    assert "fa3" not in engine.report().kernel_notes
     engine.warmup()
-    assert engine.report().kernel_notes["varlen"] == "serves 1 of 1 kinds of calls"
+    assert engine.report().kernel_notes["fa3"] == "serves 1 of 1 kinds of calls"
 
 
 def test_buckets_of_the_native_kernel_need_it():

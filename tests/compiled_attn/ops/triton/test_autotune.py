@@ -40,7 +40,7 @@ def test_the_fastest_tile_is_taken_and_then_the_fastest_number_of_splits(autotun
 
     best = autotune.tune(SMALL, CPU, clock)
     assert best.tile[:2] == (16, 16)
-    assert best.splits == 4  # twice as many as usual for a tile of 16 keys
+    assert best.splits == 8  # twice as many as usual for a tile of 16 keys
 
 
 def test_a_plan_that_the_device_has_no_room_for_is_passed_over(autotune):

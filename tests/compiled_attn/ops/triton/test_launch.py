@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_attn.ops import KernelArgumentError, NativeOps
-from compiled_attn.ops.triton.arguments import attend_launch, problem_of
+from compiled_attn.ops.triton.arguments import attend_launch, problem_of, results_of
 from compiled_attn.ops.triton.tiles import Chip, Plan, Tile, plan
 from tests.compiled_attn.ops.kernels import TRITON, interpreted, loaded
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
@@ -28,9 +28,8 @@ def test_a_launch_is_that_of_the_sizes_alone():
     here = step.call
     tensors = {k: v for k, v in here._asdict().items() if isinstance(v, torch.Tensor)}
     call = here._replace(**{name: each.to("meta") for name, each in tensors.items()})
-    out, lse = call.query.new_empty(14, 4, 16), call.query.new_empty(14, 4)
     chosen = plan(problem_of(call), Chip(1, is_hopper=False))
-    launch = attend_launch(call, chosen, (out, lse, None), widen=False, has_fp8=False)
+    launch = attend_launch(call, chosen, results_of(call, chosen, None), widen=False, has_fp8=False)
     queries = launch.arguments["ROWS"] // launch.arguments["TILE_HEADS"]
     assert launch.grid == (14 // queries + 6, 2, 1)
     again = scene([(3, 3), (9, 90)], padding=2, padded_requests=4)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
+from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
 from tests.slow import slow_but
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the device")
 
-ROOM = Path(__file__).parents[4] / "compiled_attn" / "ops" / "triton"
 LONG: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 8, "window": 37, "padding": 1}
 WHOLE: dict[str, Any] = {"requests": [(3, 33), (1, 64), (6, 6)], "size": 16}
 ODD: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 12}
 HALF: dict[str, Any] = {**WHOLE, "dtype": torch.float16, "cache_dtype": torch.int8}
+WRITTEN: dict[str, Any] = {"requests": [(1, 300)], "size": 16, "poison": 0.5}
+CODES: dict[str, Any] = {**WHOLE, "cache_dtype": torch.int8}
 SINKS: dict[str, Any] = {"requests": [(1, 40)], "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}
 
 MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -50,46 +49,70 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "request of a program": ("attend", "low = middle + 1\n", "low = middle + 2\n", WHOLE),
     "share of a split": ("attend", "key_begin += split * share", "key_begin += split * KEYS",
                          {"requests": [(1, 300)], "size": 16}),
-    "split merge, sums": ("merge", "weight[:, None] * tl.load(part,", "tl.load(part,", WHOLE),
-    "split merge, totals": ("merge", "weight * tl.load(part_total", "tl.load(part_total", WHOLE),
+    "split merge, sums": ("merge", "weight[:, None] * part", "part", WHOLE),
+    "split merge, totals": ("merge", "weight * part_total", "part_total", WHOLE),
+    "split merge, maximum": ("merge", "first + tl.arange(0, TOPS_AT_ONCE)[:, None]",
+                             "first + tl.arange(0, TOPS_AT_ONCE)[:, None] + 1", WHOLE),
+    "split merge, rows": ("attend", "* TILE_HEADS, MERGE_ROWS)", "* TILE_HEADS - 4, MERGE_ROWS)",
+                          WHOLE),
+    "splits but the last": ("attend", "tl.num_programs(2) - 1:", "tl.num_programs(2) - 2:", WHOLE),
+    "more splits than there are": ("attend", "tl.num_programs(2) - 1:", "tl.num_programs(2):",
+                                   WHOLE),
+    "a split that does not arrive": ("attend", "arrivals + tile, 1,",
+                                     "arrivals + tile, tl.minimum(split, 1),", WHOLE),
+    "an empty split that does not arrive": ("attend", "    table = block_table +",
+                                            "    if key_begin >= key_end:\n        return\n"
+                                            "    table = block_table +", WHOLE),
+    "counters of tiles": ("attend", "tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)",
+                          "tl.program_id(1)", WHOLE),
+    "zeroed counters": ("launch", "        arrivals.zero_()\n", "        pass\n", WHOLE),
+    "counters zeroed by the write": ("write", "tl.store(arrivals + at, 0, mask=at < counters)",
+                                     "pass", WRITTEN),
+    "all counters zeroed": ("write", "mask=at < counters", "mask=at < counters - 1", WRITTEN),
+    "rows of no request in splits": ("attend", "if split == 0:  # tokens",
+                                     "if not IS_SPLIT:  # tokens", LONG),
+    "rows of no request": ("attend", "token >= tl.load(starts + requests)",
+                           "token > tl.load(starts + requests)", LONG),
     "decay of earlier sums": ("attend", "sums * decay[:, None]", "sums", WHOLE),
     "sink": ("merge", "total * own + tl.exp2(raised", "total * own + 0 * tl.exp2(raised", SINKS),
     "scale of values": ("attend", "weights *= scale[None, :]", "weights *= 1.0",
-                        {**WHOLE, "cache_dtype": torch.int8}),
+                        CODES),
     "scale of values, float16": ("attend", "HAS_FP8) * scale[:, None]", "HAS_FP8)", HALF),
 }  # fmt: skip
-QUICK = ("window edge", "causal offset", "page index", "split merge, sums")
+QUICK = ("window edge", "causal offset", "page index", "split merge, sums", "splits but the last")
 
 
 @pytest.fixture
-def room(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A copy of the kernels' folder that can be imported, by another name."""
-    copy = tmp_path / f"mutant_{tmp_path.name}"
-    shutil.copytree(ROOM, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in copy.glob("*.py"):
-        path.write_text(path.read_text().replace("compiled_attn.ops.triton", copy.name))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield copy
-    for name in [name for name in sys.modules if name.split(".")[0] == copy.name]:
-        del sys.modules[name]
+def unwritten_memory() -> Iterator[None]:
+    """New memory is full of NaN and large integers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def _passes(room: Path, step: Scene) -> bool:
-    """Whether a step is right by the kernels of a room, whole and in splits."""
+    """Whether a step is right by the kernels of a room: whole, in splits, and after its write."""
     importlib.invalidate_caches()
-    attend = importlib.import_module(f"{room.name}.launch").attend
+    launch = importlib.import_module(f"{room.name}.launch")
     tiles = importlib.import_module(f"{room.name}.tiles")
     try:
         for splits in (1, 3):
             plan = tiles.Plan(tiles.Tile(16, 16, 4, 2), splits)
-            assert_right(attend(step.call, plan), step)
+            assert_right(launch.attend(step.call, plan), step)
+        if step.key_cache.dtype == step.query.dtype:
+            key, value, slots = new_tokens(step)
+            caches = step.key_cache, step.value_cache
+            written = launch.paged_attention_(
+                step.query, key, value, *caches, slots, *step.step, **step.options
+            )
+            assert_right(written, step)
     except AssertionError:
         return False
     return True
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, MUTANTS))
-def test_a_changed_kernel_is_found(room, name):
+def test_a_changed_kernel_is_found(room, unwritten_memory, name):
     file, text, changed, case = MUTANTS[name]
     path = room / f"{file}.py"
     source = path.read_text()
@@ -99,6 +122,6 @@ def test_a_changed_kernel_is_found(room, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [LONG, WHOLE, SINKS, {**WHOLE, "cache_dtype": torch.int8}])
-def test_the_kernels_as_they_are_pass(room, case):
+@pytest.mark.parametrize("case", [LONG, WHOLE, SINKS, WRITTEN, CODES])
+def test_the_kernels_as_they_are_pass(room, unwritten_memory, case):
     assert _passes(room, scene(**case))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,11 +83,18 @@ def test_on_a_cpu_nothing_is_measured():
 
 def test_another_flash_attention_has_plans_of_its_own(monkeypatch):
     interpreted()
+    from compiled_attn.ops.providers import varlen
     from compiled_attn.ops.triton import plan_file
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     files = set()
     for active in (None, "FA3", "FA3"):
-        monkeypatch.setattr(plan_file, "active_implementation", lambda active=active: active)
+        monkeypatch.setattr(
+            varlen,
+            "import_module",
+            lambda name, active=active: SimpleNamespace(
+                current_flash_attention_impl=lambda: active
+            ),
+        )
         files.add(plan_file.plans_file(torch.device("cuda:0")))
     assert len(files) == 2

@@ -23,6 +23,7 @@ from tests.compiled_attn.ops.native_scene import assert_right, scene
 from tests.slow import slow_but
 
 DECODE = Problem(32, 32, 8, 4, 128, 128, 8192, 16, "bfloat16", "none")
+OTHER = DECODE._replace(tokens=64)
 CPU = torch.device("cpu")
 CHIP = Chip(132, is_hopper=False)
 
@@ -51,11 +52,26 @@ def test_a_step_is_that_of_dense_attention_in_any_plan(name):
     assert_right(attend(step.call, chosen), step)
 
 
-def test_requests_that_decode_are_split_until_the_device_is_full():
-    assert plan(DECODE._replace(tokens=1, requests=1), CHIP).splits == 32
-    assert plan(DECODE, CHIP).splits < plan(DECODE._replace(tokens=4, requests=4), CHIP).splits
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("keys", [8192, 32768])
+@pytest.mark.parametrize("requests", [1, 2, 3, 4, 8, 16])
+def test_requests_that_decode_are_split_until_the_device_is_full(requests, keys, is_hopper):
+    problem = DECODE._replace(tokens=requests, requests=requests, keys=keys)
+    programs = plan(problem, Chip(132, is_hopper)).splits * requests * problem.kv_heads
+    assert 132 <= programs <= 2 * 132
+
+
+def test_few_keys_or_many_rows_are_not_split():
     assert plan(DECODE._replace(tokens=4096), CHIP).splits == 1
     assert plan(DECODE._replace(tokens=1, requests=1, keys=64), CHIP).splits == 1
+
+
+def test_a_program_merges_no_more_than_each_reads():
+    latent = Problem(1, 1, 1, 16, 576, 512, 8192, 16, "bfloat16", "none")
+    splits = plan(latent, CHIP).splits
+    part, read = 16 * 512 * 4, latent.keys * (576 + 512) * 2
+    assert splits * part <= read / splits < 4 * (2 * splits) * part
+    assert plan(latent._replace(kv_heads=8, group=4, key_dim=128, value_dim=128), CHIP).splits == 32
 
 
 def test_a_head_takes_two_blocks_where_one_would_be_larger():
@@ -72,7 +88,7 @@ def test_other_plans_are_others():
 
 def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
     plans, asked = Plans(), []
-    chosen = Plan(Tile(64, 16, 8, 3), 2)
+    chosen = Plan(Tile(64, 16, 8, 3), 2, "varlen")
     assert plans.of(DECODE, CPU) == plan(DECODE, CHIP) and not plans.export(CPU)
     plans.measure = lambda problem, device: asked.append(problem) or chosen
     assert plans.of(DECODE, CPU) == plans.of(DECODE, CPU) == chosen
@@ -89,23 +105,27 @@ def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
     [
         [],
         [16, 16, 4, 2, 1],
-        [16, 16, 4, 2, 0, 0],
-        [16, 16, 4, 2, "1", 0],
-        [48, 16, 4, 2, 1, 0],
-        [16, 16, 4, 2, 1, 2],
+        [16, 16, 4, 2, 0, "triton"],
+        [16, 16, 4, 2, "1", "triton"],
+        [16, 16, 4, 2, True, "triton"],
+        [48, 16, 4, 2, 1, "triton"],
+        [16, 16, 4, 2, 1, 1, "triton"],
+        [16, 16, 4, 2, 1, "cutlass"],
+        [16, 16, 4, 2, 1, 1],
+        [16, 16, 4, 2, 1, ["triton"]],
     ],
 )
 def test_what_is_no_plan_is_not_adopted(numbers):
     plans = Plans()
-    with pytest.raises(ValueError, match=r"expected rows, keys, .* got .*: measure again"):
-        plans.adopt({DECODE.name: [16, 16, 4, 2, 1, 0], "bad": numbers}, CPU)
+    with pytest.raises(ValueError, match=r"expected (rows|a kernel of triton, varlen).* got .*: "):
+        plans.adopt({DECODE.name: [16, 16, 4, 2, 1, "triton"], OTHER.name: numbers}, CPU)
     assert not plans.export(CPU)
 
 
 def test_a_name_that_is_no_problem_is_not_adopted():
     for name in ("", "tokens 4", DECODE.name.replace("tokens 32", "tokens many")):
         with pytest.raises(ValueError):
-            Plans().adopt({name: [16, 16, 4, 2, 1, 0]}, CPU)
+            Plans().adopt({name: [16, 16, 4, 2, 1, "triton"]}, CPU)
     assert Problem.named(DECODE.name) == DECODE
 
 
@@ -128,7 +148,7 @@ def test_what_a_call_looks_up_is_a_tuple_and_builds_no_name(monkeypatch):
         raise AssertionError("a name is for files")
 
     plans = Plans()
-    plans.adopt({DECODE.name: [16, 16, 4, 2, 3, 0]}, CPU)
+    plans.adopt({DECODE.name: [16, 16, 4, 2, 3, "triton"]}, CPU)
     monkeypatch.setattr(Problem, "name", property(fail))
     other = DECODE._replace(tokens=1, requests=1)
     assert plans.of(DECODE, CPU).splits == 3

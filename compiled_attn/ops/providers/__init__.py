@@ -1,0 +1,21 @@
+"""Kernels that replace Triton's on CUDA where they are faster, fastest of those that can serve.
+
+`compiled_attn.ops.triton.autotune` measures them during a warmup; none is a requirement.
+"""
+
+from __future__ import annotations
+
+from compiled_attn.ops.providers.base import Paged, Provider
+from compiled_attn.ops.providers.dense_paged import DensePaged
+from compiled_attn.ops.providers.fa3 import FlashAttention3
+from compiled_attn.ops.providers.flashinfer import FlashInfer
+from compiled_attn.ops.providers.varlen import VarlenKernel
+
+__all__ = ["PROVIDERS", "Paged", "Provider"]
+
+_ALL: tuple[Provider, ...] = (
+    VarlenKernel(), DensePaged(), FlashAttention3(), FlashInfer(),
+)  # fmt: skip
+
+PROVIDERS: dict[str, Provider] = {each.name: each for each in _ALL}
+"""By name, in the order in which they are measured."""
