@@ -27,7 +27,8 @@ _PLACE = ("machine", "dtype", "threads", "torch", "date")
 
 def page() -> str:
     """The text of docs/benchmarks.md."""
-    questions = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    files = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    questions = [each for each in files if "question" in each]  # others are raw output
     questions.sort(key=lambda question: question["order"])
     sections = [_section(question) for question in questions]
     return "\n".join([HEADER, *sections, _torch_versions()])

@@ -1,16 +1,20 @@
 """Attention and serving on a GPU: the op against what a user would take instead.
 
-    python benchmarks/gpu.py [--parts serving attention tiles] [--device cuda] [--dtype bfloat16]
-                             [--block-size 16] [--json FILE]
+    python benchmarks/gpu.py [--parts attention codes weights replays tiles serving engines]
+                             [--device cuda] [--dtype bfloat16] [--block-size 16] [--json FILE]
 
 32 query heads on 8 KV heads of 128. Blocks lie anywhere in a pool of twice what a step reads, and
 each call reads others: cold, but for what the device's caches hold. One process, interleaved,
 medians; several calls between two waits, on CUDA replayed from a graph, as an engine has them.
-Ratios are speeds of the op: over `copy`, a copy of the same bytes; over `varlen`
-(torch.nn.attention.varlen, torch 2.12), `flex` (FlexAttention, decodes), `sdpa` (keys in a row, no
-paging) and `gather` (blocks gathered, then SDPA). A kernel that is not available is named with
-the reason. Tokens a second of a Llama of 1.2 billion random weights: eager, CUDA graphs, compiled.
-Tiles: the usual ones for sm_90, and the speed of these over the ones for all other devices.
+
+attention: speed of the op over ``copy``, a copy of the same bytes; ``varlen``
+(torch.nn.attention.varlen, torch 2.12), ``flex`` (FlexAttention, decodes), ``sdpa`` (keys in a row,
+no paging; torch's choice, cuDNN, flash) and ``gather`` (blocks gathered, then SDPA). A kernel that
+is not available is named with the reason. codes: an fp8 cache over one of bfloat16. weights: packed
+linear layers over bfloat16. replays: recorded steps with other metadata, bit for bit next to fresh
+calls. tiles: the usual ones for sm_90, and their speed over those for all other devices. serving:
+tokens a second of a Llama of 1.2 billion random weights: eager, CUDA graphs, compiled. engines:
+this engine next to others, and what its steps spend time on.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerator import serving, tiles
+from accelerator import engines, replays, serving, tiles, weights
 from accelerator.kernels import MAKERS
 from accelerator.scene import Sizes, Step, steps
 from accelerator.timing import host_seconds, medians
@@ -33,16 +39,21 @@ from compiled_attn.ops.triton.register import measured_plans
 
 CASES = {  # requests, queries, keys of each
     "decode 1 x 8k": (1, 1, 8192),
+    "decode 16 x 1k": (16, 1, 1024),
     "decode 64 x 1k": (64, 1, 1024),
+    "decode 256 x 1k": (256, 1, 1024),
     "decode 64 x 8k": (64, 1, 8192),
-    "decode 256 x 2k": (256, 1, 2048),
+    "prefill 1 x 2k": (1, 2048, 2048),
     "prefill 1 x 8k": (1, 8192, 8192),
+    "prefill 1 x 32k": (1, 32768, 32768),
     "prefill 8 x 2k": (8, 2048, 2048),
-    "chunk 512 of 8k": (1, 512, 8192),
+    "chunk 2k on 30k": (1, 2048, 32768),
 }
+DECODES = [name for name in CASES if name.startswith("decode")]
 SMALL = {"decode 3 x 32": (3, 1, 32), "prefill 2 x 20": (2, 20, 20), "chunk 5 of 30": (1, 5, 30)}
 BACKENDS = ["eager", "cudagraph", "inductor"]
-PARTS = ["attention", "serving", "tiles"]
+PARTS = ["attention", "codes", "weights", "replays", "tiles", "serving", "engines"]
+Save = Callable[[str, object], None]
 
 
 def usable(step: Step, expected: torch.Tensor, skipped: dict[str, str]) -> dict[str, Callable]:
@@ -52,7 +63,7 @@ def usable(step: Step, expected: torch.Tensor, skipped: dict[str, str]) -> dict[
         try:
             kernel = make(step)
             got = kernel(step)
-            if name not in ("copy", "sdpa"):  # sdpa has keys of its own
+            if name != "copy" and not name.startswith("sdpa"):  # which has keys of its own
                 torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
         except Exception as error:  # any failure is reported
             skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
@@ -100,6 +111,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10, help="between two waits")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--backends", nargs="*", default=BACKENDS, help="of the engine")
+    parser.add_argument("--models", nargs="*", default=["1b", "8b"], choices=[*engines.MODELS])
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the script")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
@@ -115,13 +127,8 @@ def main() -> None:
     sizes = Sizes(block_size=options.block_size, dtype=dtype)
     if options.small:
         sizes = Sizes(4, 2, 16, options.block_size, dtype)
-    results: dict[str, Any] = {
-        "device": describe(device),
-        "attention": [],
-        "tiles": [],
-        "serving": [],
-        "failed": [],
-    }
+    results: dict[str, Any] = {"device": describe(device), **{part: [] for part in PARTS}}
+    results["failed"] = []
 
     def save(kind: str, found: object) -> None:
         """Write at once: a run that exceeds its time limit leaves the rows before."""
@@ -129,68 +136,160 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
 
-    if "attention" in options.parts:
-        attention(device, sizes, options, save)
-    if "tiles" in options.parts:
-        tiles_of_hopper(device, options, save)
-    if "serving" in options.parts:
-        tokens_a_second(device, dtype, options, save)
+    parts: dict[str, Callable[[], None]] = {
+        "attention": partial(attention, device, sizes, options, save),
+        "codes": partial(fp8_over_bfloat16, device, sizes, options, save),
+        "weights": partial(packed_weights, device, options, save),
+        "replays": partial(replays_next_to_fresh_calls, device, dtype, options, save),
+        "tiles": partial(tiles_of_hopper, device, options, save),
+        "serving": partial(tokens_a_second, device, dtype, options, save),
+        "engines": partial(next_to_other_engines, device, dtype, options, save),
+    }
+    for name in options.parts:
+        parts[name]()
     if results["failed"]:
         raise SystemExit(f"# failed: {', '.join(results['failed'])}")
 
 
-def attention(
-    device: torch.device, sizes: Sizes, options: argparse.Namespace, save: Callable
-) -> None:
-    """A row for each case."""
-    for name, case in (SMALL if options.small else CASES).items():
+def each_case(names: Any, run: Callable[[Any], object], kind: str, save: Save) -> None:
+    """Save what a part finds for each name; one that fails costs the others nothing."""
+    for name in names:
         try:
-            step_list = steps(sizes, *case, device, 3)
-            with measured_plans(device):  # as in the warmup of an engine
-                MAKERS["op"](step_list[0])(step_list[0])
-            found = row(name, step_list, options)
-        except Exception as error:  # the other cases are still measured
-            print(f"{name:>16} failed: {type(error).__name__}: {error}", flush=True)
-            save("failed", name)
+            found = run(name)
+        except Exception as error:
+            print(f"{name!s:>16} failed: {type(error).__name__}: {error}", flush=True)
+            save("failed", str(name))
         else:
-            save("attention", found)
+            save(kind, found)
 
 
-def tiles_of_hopper(device: torch.device, options: argparse.Namespace, save: Callable) -> None:
+def attention(device: torch.device, sizes: Sizes, options: argparse.Namespace, save: Save) -> None:
+    """A row for each case."""
+    cases = SMALL if options.small else CASES
+
+    def run(name: str) -> object:
+        step_list = steps(sizes, *cases[name], device, 3)
+        with measured_plans(device):  # as in the warmup of an engine
+            MAKERS["op"](step_list[0])(step_list[0])
+        return row(name, step_list, options)
+
+    each_case(cases, run, "attention", save)
+
+
+def fp8_over_bfloat16(
+    device: torch.device, sizes: Sizes, options: argparse.Namespace, save: Save
+) -> None:
+    """A row for each decode: tokens of an fp8 cache over those of a plain one."""
+    cases = {"decode 3 x 32": SMALL["decode 3 x 32"]} if options.small else CASES
+    op = MAKERS["op"]
+    caches = {"plain": sizes, "e4m3": replace(sizes, cache=torch.float8_e4m3fn)}
+
+    def run(name: str) -> object:
+        made = {each: steps(of, *cases[name], device, 3) for each, of in caches.items()}
+        with measured_plans(device):
+            for step, *_ in made.values():
+                op(step)(step)
+        runs = {
+            each: lambda n, found=found: op(found[0])(found[n % len(found)])
+            for each, found in made.items()
+        }
+        seconds, _ = medians(runs, options.rounds, options.calls, device)
+        gain = seconds["plain"] / seconds["e4m3"]
+        print(f"{name:>16} {1e6 * seconds['e4m3']:9.1f} us  e4m3 {gain:.2f}x of plain", flush=True)
+        return {"case": name, "seconds": seconds}
+
+    each_case([*cases] if options.small else DECODES, run, "codes", save)
+
+
+def packed_weights(device: torch.device, options: argparse.Namespace, save: Save) -> None:
+    """Rows for each layer, if the op has a kernel for this device."""
+    if reason := weights.why_not(device):
+        print(f"# no packed weights: {reason}")
+        return
+    layers = weights.SMALL_LAYERS if options.small else weights.LAYERS
+
+    def run(name: str) -> object:
+        found = [*weights.layer_rows(name, layers[name], device, options.rounds, options.calls)]
+        for each in found:
+            plain, *ours = each["seconds"].items()
+            gains = [f"{bits} {plain[1] / spent:.2f}x" for bits, spent in ours]
+            print(f"{name:>16} {each['rows']:4} rows, over bfloat16:", *gains, flush=True)
+        return found
+
+    each_case(layers, run, "weights", save)
+
+
+def replays_next_to_fresh_calls(
+    device: torch.device, dtype: torch.dtype, options: argparse.Namespace, save: Save
+) -> None:
+    """A row for each bucket."""
+    buckets = replays.SMALL if options.small else replays.BUCKETS
+    count, dim = (20, 16) if options.small else (1000, 128)
+
+    def run(name: str) -> object:
+        found = replays.compare(name, buckets[name], count, device, dtype, dim)
+        print(f"{name:>16} {found.replays} replays, {found.different} differ", flush=True)
+        if found.different:
+            raise AssertionError(f"{found.different} of {found.replays} replays differ")
+        return found._asdict()
+
+    each_case(buckets, run, "replays", save)
+
+
+def tiles_of_hopper(device: torch.device, options: argparse.Namespace, save: Save) -> None:
     """A row for each kind of step."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         print("# no tiles: they are for devices of sm_90")
         return
-    for kind in tiles.KINDS:
-        try:
-            found = tiles.row(kind, device, options.rounds, options.calls)
-        except Exception as error:
-            print(f"{kind} failed: {type(error).__name__}: {error}", flush=True)
-            save("failed", str(kind))
-        else:
-            print(tiles.format_row(found), flush=True)
-            save("tiles", found)
+
+    def run(kind: tiles.Kind) -> object:
+        found = tiles.row(kind, device, options.rounds, options.calls)
+        print(tiles.format_row(found), flush=True)
+        return found
+
+    each_case(tiles.KINDS, run, "tiles", save)
 
 
 def tokens_a_second(
-    device: torch.device, dtype: torch.dtype, options: argparse.Namespace, save: Callable
+    device: torch.device, dtype: torch.dtype, options: argparse.Namespace, save: Save
 ) -> None:
     """A row for each backend."""
-    model, slowest = serving.llama(options.small, dtype, device), None
-    for name in options.backends:
-        try:
-            found = serving.row(model, name, options.small)
-        except Exception as error:
-            print(f"{name:>16} failed: {type(error).__name__}: {error}", flush=True)
-            save("failed", name)
-            continue
-        slowest = slowest or found.speed
+    model = serving.llama(options.small, dtype, device)
+    speeds: list[float] = []
+
+    def run(name: str) -> object:
+        found = serving.row(model, name, options.small)
+        speeds.append(found.speed)
         print(
-            f"{name:>16} {found.speed:9.0f} tokens/s  {found.speed / slowest:5.2f}x of the first  "
-            f"warmup {found.warmup_seconds:.1f} s  kernel {found.kernel} {found.notes}",
+            f"{name:>16} {found.speed:9.0f} tokens/s  {found.speed / speeds[0]:5.2f}x of the first"
+            f"  warmup {found.warmup_seconds:.1f} s  kernel {found.kernel} {found.notes}",
             flush=True,
         )
-        save("serving", found._asdict())
+        return found._asdict()
+
+    each_case(options.backends, run, "serving", save)
+
+
+def next_to_other_engines(
+    device: torch.device, dtype: torch.dtype, options: argparse.Namespace, save: Save
+) -> None:
+    """A row for each model."""
+    load_of = engines.Load(3, 9, 4) if options.small else engines.Load(64, 512, 128)
+    backend = "cudagraph" if device.type == "cuda" else "eager"
+
+    def run(name: str) -> object:
+        found = engines.compare(name, load_of, backend, dtype, device)
+        for system, speed in found["speeds"].items():
+            print(f"{name:>16} {system:15}{speed:9.0f} tokens/s", flush=True)
+        for system, why in found["skipped"].items():
+            print(f"{'':>16} # without {system}: {why}", flush=True)
+        parts = [f"{kind} {share:.2f}" for kind, share in found.get("shares", {}).items()]
+        print(f"{'':>16} shares of a step:", *parts, flush=True)
+        if "ours" not in found["speeds"]:
+            raise RuntimeError(found["skipped"]["ours"])
+        return found
+
+    each_case(["tiny"] if options.small else options.models, run, "engines", save)
 
 
 def describe(device: torch.device) -> str:

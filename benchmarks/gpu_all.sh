@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# All that a machine with a GPU is for, in one go of under ten minutes: the tests marked gpu (the
-# op's, the engine's, CUDA graphs), the op against others, its tiles, and an engine's tokens a
-# second with and without graphs. Each part has a limit of its own, in seconds, and its files in
-# the folder as it goes; one that fails or is cut off costs the others nothing.
+# All that a machine with a GPU is for, in parts of under ten minutes each: the tests marked gpu
+# (the op's, the engine's, CUDA graphs, the conformance suites), the op against others, its tiles,
+# recorded steps next to fresh ones, and engines' tokens a second; at last a table of the goals.
+# Each part has a limit of its own, in seconds, and its files in the folder as it goes; one that
+# fails or is cut off costs the others nothing.
 #
 #   bash benchmarks/gpu_all.sh [FOLDER] [DEVICE] [PART ...]
 #
-# FOLDER: benchmarks/results; DEVICE: cuda; PARTs: tests serving attention tiles, in this order.
-# With more time than ten minutes: LIMIT=580 for a part, one part a call.
+# FOLDER: benchmarks/results; DEVICE: cuda; PARTs: those below, in this order.
+# Where a command may take ten minutes, run the sets one by one: set1 (tests attention codes
+# replays), set2 (weights tiles serving sanitizer), set3 (engines goals).
+# LIMIT=580 for a part, one part a call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${1:-benchmarks/results}
 DEVICE=${2:-cuda}
 PARTS=("${@:3}")
-[ ${#PARTS[@]} -gt 0 ] || PARTS=(tests serving attention tiles)
+[ ${#PARTS[@]} -gt 0 ] || PARTS=(set1 set2 set3)
 PYTHON=${PYTHON:-python3}
 ARGS=${ARGS:-} # of gpu.py
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -30,31 +33,47 @@ step() { # NAME SECONDS COMMAND...: its output goes to the screen and a file as 
   [ "$code" -eq 0 ] || { echo "== $name failed ($code)"; failed=1; }
 }
 
+measure() { # PART SECONDS: a part of gpu.py
+  step "gpu_$1" "$2" "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts "$1" \
+    --json "$OUT/gpu_$1.json" $ARGS
+}
+
 tests() {
   [ "$DEVICE" = cuda ] || { echo "== no tests for $DEVICE: make test has those of the fake device"; return; }
   # What has such tests alone: other folders import what a machine may lack.
   local spread
   spread=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo '-n 8') # most of the time is compiling
-  step gpu_tests 205 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
+  step gpu_tests 230 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
     tests/compiled_attn/test_on_a_device.py tests/compiled_attn/ops tests/compiled_attn/engine \
     tests/graphs/backends
 }
 
-serving() { step gpu_serving 95 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts serving \
-  --json "$OUT/gpu_serving.json" $ARGS; }
+sanitizer() {
+  [ "$DEVICE" = cuda ] || { echo "== no sanitizer for $DEVICE"; return; }
+  step gpu_sanitizer 285 "$PYTHON" benchmarks/gpu_sanitizer.py --seconds 90 \
+    --json "$OUT/gpu_sanitizer.json"
+}
 
-attention() { step gpu_attention 125 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" \
-  --parts attention --json "$OUT/gpu_attention.json" $ARGS; }
-
-tiles() { step gpu_tiles 115 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts tiles \
-  --json "$OUT/gpu_tiles.json" $ARGS; }
+goals() { step gpu_goals 20 "$PYTHON" benchmarks/gpu_goals.py "$OUT" --json "$OUT/gpu_goals.json"; }
 
 [ "$DEVICE" != cuda ] ||
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
-for part in "${PARTS[@]}"; do
-  case $part in
-    tests | serving | attention | tiles) "$part" ;;
-    *) echo "== expected parts of tests, serving, attention, tiles, got $part" && failed=1 ;;
+run() {
+  case $1 in
+    set1) for each in tests attention codes replays; do run "$each"; done ;;
+    set2) for each in weights tiles serving sanitizer; do run "$each"; done ;;
+    set3) for each in engines goals; do run "$each"; done ;;
+    tests | sanitizer | goals) "$1" ;;
+    attention) measure attention 180 ;;
+    codes) measure codes 70 ;;
+    replays) measure replays 70 ;;
+    weights) measure weights 70 ;;
+    tiles) measure tiles 115 ;;
+    serving) measure serving 80 ;;
+    engines) measure engines 540 ;;
+    *) echo "== expected parts of tests, attention, codes, replays, weights, tiles, serving," \
+      "sanitizer, engines, goals, got $1" && failed=1 ;;
   esac
-done
+}
+for part in "${PARTS[@]}"; do run "$part"; done
 exit $failed

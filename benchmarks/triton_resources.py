@@ -1,6 +1,7 @@
 """Registers, memory and instructions of the Triton op, compiled for devices that are not at hand.
 
-    python benchmarks/triton_resources.py [--targets sm_90 ...] [--cases NAME ...] [--json]
+    python benchmarks/triton_resources.py [--targets sm_90 ...] [--cases NAME ...]
+                                          [--kernels decode ...] [--json]
 
 Needs the extra `triton`, and no GPU. The table is kept in benchmarks/results/triton_resources.txt.
 """
@@ -138,10 +139,15 @@ def kernels_of(case: Case, target: str) -> Iterator[tuple[str, Plan, Any, Launch
     yield "write", chosen, write_kernel, write_launch(call, call.new)
 
 
-def rows(targets: list[str], cases: list[str]) -> Iterator[dict[str, Any]]:
+def rows(
+    targets: list[str], cases: list[str], kernels: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The resources of the kernels of these names; None: of all."""
     for name in cases:
         for target in targets:
             for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name], target):
+                if kernels and step not in kernels:
+                    continue
                 attends = kernel is attend_kernel
                 sizes = f"{tile.rows}x{tile.keys}, {tile.warps}w, {tile.stages}s, /{splits}"
                 found = asdict(resources(kernel, launch, target))
@@ -154,14 +160,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--targets", nargs="+", default=[*TARGETS], choices=[*TARGETS])
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--kernels", nargs="+", help="such as decode, prefill, write")
     parser.add_argument("--json", action="store_true", help="a line of JSON each")
     arguments = parser.parse_args()
-    line = "{case:33}{kernel:17}{tile:19}{target:>7}{registers:>6}{spilled:>6}{shared:>8}  {how}"
+    line = "{case:33}{kernel:17}{tile:19}{target:>7}{registers:>6}{spilled:>6}{shared:>8}"
+    line += "{programs:>7}  {how}"
     if not arguments.json:
         print(line.format(case="case", kernel="kernel", tile="tile", target="target",
-                          registers="regs", spilled="spill", shared="shared",
+                          registers="regs", spilled="spill", shared="shared", programs="an SM",
                           how="tensor cores"))  # fmt: skip
-    for row in rows(arguments.targets, arguments.cases):
+    for row in rows(arguments.targets, arguments.cases, arguments.kernels):
         text = json.dumps(row) if arguments.json else line.format(how=row["tensor_cores"], **row)
         print(text.rstrip(), flush=True)
 

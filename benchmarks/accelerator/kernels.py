@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from accelerator.scene import Step
 
@@ -21,29 +26,40 @@ def op(step: Step) -> Tensor:
     """Ours, by the dispatcher."""
     out, _ = torch.ops.compiled_attn.paged_attention(
         step.query, step.key_cache, step.value_cache, step.block_table, step.seq_lens,
-        step.query_start_loc, step.sizes.dim**-0.5,
+        step.query_start_loc, step.sizes.dim**-0.5, key_scale=step.key_scale,
+        value_scale=step.value_scale,
     )  # fmt: skip
     return out
 
 
-def contiguous_sdpa(like: Step) -> Kernel:
-    """SDPA on keys and values that lie in a row for each request: no paging at all."""
+def _mask(step: Step) -> dict[str, Any]:
+    """Options of SDPA for its rows at the end of its keys, without a mask in memory."""
+    if step.queries == 1:
+        return {}
+    if step.queries == step.length:
+        return {"is_causal": True}
+    return {"attn_mask": causal_lower_right(step.queries, step.length)}
+
+
+def contiguous_sdpa(like: Step, backend: SDPBackend | None = None) -> Kernel:
+    """SDPA on keys and values that lie in a row for each request: no paging at all.
+
+    ``backend``: the only one to use; None: torch chooses.
+    """
+    if backend and like.query.device.type != "cuda":
+        raise NotImplementedError(f"{backend.name} is for CUDA")
+    if backend is SDPBackend.CUDNN_ATTENTION and 1 < like.queries < like.length:
+        raise NotImplementedError("cuDNN in torch has no causal rows at the end of the keys")
     sizes, requests = like.sizes, like.requests
     shape = requests, sizes.kv_heads, like.length, sizes.dim
     example = like.query[:1, :1].expand(shape)
     caches = cycle([(torch.randn_like(example), torch.randn_like(example)) for _ in range(_SETS)])
-    seen = None
-    if 1 < like.queries < like.length:
-        ones = torch.ones(like.queries, like.length, dtype=torch.bool)
-        seen = ones.tril(like.length - like.queries).to(like.query.device)
 
     def run(step: Step) -> Tensor:
         query = step.query.view(requests, step.queries, sizes.heads, sizes.dim).transpose(1, 2)
         key, value = next(caches)
-        is_causal = seen is None and step.queries > 1
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=is_causal, enable_gqa=True
-        )
+        with sdpa_kernel(backend) if backend else nullcontext():
+            out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **_mask(step))
         return out.transpose(1, 2).reshape(step.query.shape)
 
     return run
@@ -60,11 +76,7 @@ def gathered_sdpa(step: Step) -> Tensor:
         for cache in (step.key_cache, step.value_cache)
     )
     query = step.query.view(requests, step.queries, sizes.heads, sizes.dim).transpose(1, 2)
-    seen = None
-    if step.queries > 1:
-        rows = torch.arange(step.length - step.queries, step.length, device=query.device)
-        seen = rows.unsqueeze(1) >= torch.arange(step.length, device=query.device)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **_mask(step))
     return out.transpose(1, 2).reshape(step.query.shape)
 
 
@@ -130,6 +142,8 @@ MAKERS: dict[str, Callable[[Step], Kernel]] = {
     "varlen": varlen,
     "flex": flex,
     "sdpa": contiguous_sdpa,
+    "sdpa cudnn": partial(contiguous_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "sdpa flash": partial(contiguous_sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "gather": lambda _: gathered_sdpa,
 }
 """Makers of kernels by name; one raises where its kernel is not available."""

@@ -1,15 +1,16 @@
-"""Compiles kernels for absent devices; reports registers, memory and instructions."""
+"""Compiles kernels for absent devices; reports registers, memory, instructions and occupancy."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from triton.compiler import ASTSource
 
 from compiled_attn.ops.triton.arguments import MAX_AMD_WARPS, Launch
 
-__all__ = ["TARGETS", "Resources", "resources"]
+__all__ = ["TARGETS", "Resources", "programs_per_processor", "resources"]
 
 TARGETS: Mapping[str, tuple[str, int | str, int]] = MappingProxyType(
     {
@@ -33,6 +34,26 @@ TARGETS: Mapping[str, tuple[str, int | str, int]] = MappingProxyType(
 )
 """Devices to compile for."""
 
+
+class _Processor(NamedTuple):
+    """What programs share on a multiprocessor (CUDA programming guide, compute capabilities)."""
+
+    warps: int
+    programs: int
+    shared: int
+
+
+_PROCESSORS: Mapping[str, _Processor] = MappingProxyType(
+    {
+        "sm_80": _Processor(64, 32, 164 * 1024),
+        "sm_89": _Processor(48, 24, 100 * 1024),
+        "sm_90": _Processor(64, 32, 228 * 1024),
+        "sm_100": _Processor(64, 32, 228 * 1024),
+        "sm_120": _Processor(48, 24, 100 * 1024),
+    }
+)
+_REGISTERS = 65536
+_RESERVED = 1024  # bytes of shared memory of each program
 _TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -45,6 +66,7 @@ _TYPES = {
 _INSTRUCTION = re.compile(r"\s([A-Z][A-Z0-9_.]+) (R\d+),\s*([^;]*);")
 _REGISTER = re.compile(r"R\d+")
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|v_mfma)")
+_MEMORY = re.compile(r"\s(LDGSTS|LDG|STG|LDL|STL|UTMALDG|ATOMG|RED)\b([A-Z0-9_.]*)")
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,9 @@ class Resources:
         shared: bytes of shared memory per program.
         tensor_cores: the matrix instruction; "": none.
         fused_powers: exponentials of a product fused with a subtraction; NVIDIA only.
+        memory: instructions on global and local memory by name and bits of a thread, such as
+            "LDGSTS.128" (a copy to shared memory that runs on); NVIDIA only.
+        programs: resident on a multiprocessor at once; NVIDIA only, else 0.
     """
 
     registers: int
@@ -64,6 +89,8 @@ class Resources:
     shared: int
     tensor_cores: str
     fused_powers: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    programs: int = 0
 
 
 def resources(kernel: Any, launch: Launch, target: str) -> Resources:
@@ -78,8 +105,23 @@ def resources(kernel: Any, launch: Launch, target: str) -> Resources:
         options["num_warps"] = min(options["num_warps"], MAX_AMD_WARPS)
     made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     if "cubin" in made.asm:
-        return _of_cubin(made)
+        return _of_cubin(made, target)
     return _of_amdgcn(made)
+
+
+def programs_per_processor(target: str, registers: int, shared: int, warps: int) -> int:
+    """Returns how many programs a multiprocessor of a `TARGETS` of NVIDIA holds at once.
+
+    Args:
+        registers: of a thread; a warp's are allocated in units of 256.
+        shared: bytes of shared memory of a program.
+        warps: of a program.
+    """
+    processor = _PROCESSORS[target]
+    of_warp = -(-registers * 32 // 256) * 256
+    by_registers = _REGISTERS // of_warp // 4 * 4 // warps
+    by_shared = processor.shared // (-(-(shared + _RESERVED) // 128) * 128)
+    return min(processor.programs, processor.warps // warps, by_registers, by_shared)
 
 
 def _source(kernel: Any, arguments: Mapping[str, Any]) -> ASTSource:
@@ -108,15 +150,18 @@ def _type(value: Any) -> str:
     return "i32" if _is_int(value) else "fp32"
 
 
-def _of_cubin(made: Any) -> Resources:
+def _of_cubin(made: Any, target: str) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         usage, code = _dump("-res-usage", file.name), _dump("-sass", file.name)
     registers, stack = (int(n) for n in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
     spilled = stack if re.search(r"\bSTL\b", code) else 0  # some stack is reserved but unused
-    shared, fused = made.metadata.shared, _fused_powers(code)
-    return Resources(registers, spilled, shared, _instruction(code), fused)
+    return Resources(
+        registers, spilled, made.metadata.shared, _instruction(code), _fused_powers(code),
+        _memory(code),
+        programs_per_processor(target, registers, made.metadata.shared, made.metadata.num_warps),
+    )  # fmt: skip
 
 
 def _of_amdgcn(made: Any) -> Resources:
@@ -129,6 +174,19 @@ def _of_amdgcn(made: Any) -> Resources:
 def _instruction(code: str) -> str:
     found = _TENSOR_CORES.findall(code)
     return max(set(found), key=found.count) if found else ""
+
+
+def _memory(code: str) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for name, suffix in _MEMORY.findall(code):
+        bits = next((each for each in ("128", "64", "16", "8") if each in _widths(suffix)), "32")
+        found[f"{name}.{bits}"] += 1
+    return dict(sorted(found.items()))
+
+
+def _widths(suffix: str) -> set[str]:
+    """The bits in a suffix such as ``.E.BYPASS.LTC128B.128`` or ``.E.U16.CONSTANT``."""
+    return {part.lstrip("US") for part in suffix.split(".")}
 
 
 def _fused_powers(code: str) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compiled_attn.cache.quantisation import quantise
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -16,6 +18,7 @@ class Sizes:
         heads, kv_heads, dim: of the attention.
         block_size: tokens of a block.
         dtype: of queries, keys and values.
+        cache: of quantised keys and values, else None.
     """
 
     heads: int = 32
@@ -23,6 +26,7 @@ class Sizes:
     dim: int = 128
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
+    cache: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Step:
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     @property
     def requests(self) -> int:
@@ -50,8 +56,10 @@ class Step:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that are read, each once."""
-        of_token = 2 * self.sizes.kv_heads * self.sizes.dim * self.sizes.dtype.itemsize
+        """Bytes of keys, values and their scales that are read, each once."""
+        element = (self.sizes.cache or self.sizes.dtype).itemsize
+        of_head = self.sizes.dim * element + (4 if self.sizes.cache else 0)
+        of_token = 2 * self.sizes.kv_heads * of_head
         return self.requests * self.length * of_token
 
     @property
@@ -68,7 +76,7 @@ def steps(
     width = -(-length // sizes.block_size)
     blocks = 2 * requests * width + 1
     shape = (blocks, sizes.block_size, sizes.kv_heads, sizes.dim)
-    key, value = (torch.randn(shape, dtype=sizes.dtype, device=device) for _ in range(2))
+    (key, key_scale), (value, value_scale) = (_cache(shape, sizes, device) for _ in range(2))
     starts = (torch.arange(requests + 1, dtype=torch.int32) * queries).to(device)
     lengths = torch.full((requests,), length, dtype=torch.int32).to(device)
     made = []
@@ -77,6 +85,14 @@ def steps(
         query = torch.randn(requests * queries, sizes.heads, sizes.dim).to(sizes.dtype)
         table = ids.view(requests, width).to(device)
         made.append(
-            Step(sizes, queries, length, query.to(device), key, value, table, lengths, starts)
-        )
+            Step(sizes, queries, length, query.to(device), key, value, table, lengths, starts,
+                 key_scale, value_scale)
+        )  # fmt: skip
     return made
+
+
+def _cache(
+    shape: tuple[int, ...], sizes: Sizes, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    rows = torch.randn(shape, dtype=sizes.dtype, device=device)
+    return quantise(rows, sizes.cache) if sizes.cache else (rows, None)

@@ -19,6 +19,7 @@ import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--small --rounds 2 --calls 2 --backends eager --dtype float32"
+PARTS = "attention codes replays weights tiles serving engines goals"
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def ran(folder: Path, python: Path, device: str, *parts: str, **names: str) -> A
     )
 
 
-# None are all; the others of a fake device are skipped with a line.
+# None are all; the tests and the sanitizer of a fake device are skipped with a line.
 @pytest.mark.parametrize("parts", slow_but(["serving attention"], ["serving attention", ""]))
 def test_one_command_writes_results_for_every_case_and_each_backend_that_works(
     parts, tmp_path, python
@@ -64,8 +65,20 @@ def test_one_command_writes_results_for_every_case_and_each_backend_that_works(
     assert written["failed"] == ["nonsense"]
     assert (row["backend"], row["kernel"]) == ("eager", "native") and row["speed"] > 0
     assert row["steps_ahead"] and row["compiles_after_warmup"] == 0
+    if not parts:
+        assert_all_parts(folder)
     assert "decode 3 x 32" in (folder / "gpu_attention.txt").read_text()
     assert "tokens/s" in (folder / "gpu_serving.txt").read_text()
+
+
+def assert_all_parts(folder: Path) -> None:
+    found = {each: json.loads((folder / f"gpu_{each}.json").read_text()) for each in PARTS.split()}
+    assert {"plain", "e4m3"} == set(found["codes"]["codes"][0]["seconds"])
+    assert [row["different"] for row in found["replays"]["replays"]] == [0, 0]
+    (row,) = found["engines"]["engines"]
+    assert row["speeds"]["ours"] > 0 and sum(row["shares"].values()) == pytest.approx(1)
+    goals = found["goals"]["rows"]
+    assert goals["tests marked gpu"][1] == "not measured"
 
 
 def test_without_the_device_it_is_skipped_with_a_line(tmp_path, monkeypatch, capsys):
@@ -75,10 +88,15 @@ def test_without_the_device_it_is_skipped_with_a_line(tmp_path, monkeypatch, cap
     assert "# skipped: no device 'xpu' here" in capsys.readouterr().out and not path.exists()
 
 
-def test_the_time_limits_of_all_parts_sum_to_under_ten_minutes():
+def test_each_set_of_parts_ends_within_ten_minutes():
     text = (ROOT / "benchmarks" / "gpu_all.sh").read_text()
-    limits = re.findall(r"step gpu_\w+ (\d+) ", text)
-    assert len(limits) == 4 and sum(int(each) + 10 for each in limits) < 600
+    limits = {
+        name: int(each) for name, each in re.findall(r"(?:step gpu_|measure )(\w+) (\d+)", text)
+    }
+    sets = re.findall(r"set\d\) for each in ([\w ]+);", text)
+    assert len(limits) == 10 and {*limits} == {*" ".join(sets).split()}
+    for parts in sets:
+        assert sum(limits[each] + 10 for each in parts.split()) <= 600, parts
 
 
 def test_the_script_runs_every_folder_with_tests_marked_gpu():
@@ -97,7 +115,7 @@ def test_parts_that_fail_or_time_out_are_reported_and_the_others_run(tmp_path):
         "== gpu_serving failed (1)",
         "== gpu_attention failed (1)",
     ]
-    assert "expected parts of tests, serving, attention, tiles, got nonsense" in process.stdout
+    assert "engines, goals, got nonsense" in process.stdout
     slow = tmp_path / "slow"
     orphan = "sleep 60 > /dev/null 2>&1 &"  # which outlives its parent must not keep the pipe
     slow.write_text(f"#!/bin/sh\necho begun; trap 'echo cut off; exit 3' INT; {orphan} wait\n")

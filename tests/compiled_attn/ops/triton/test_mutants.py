@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from tests.slow import slow_but
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the device")
 
-ROOM = Path(__file__).parents[4] / "compiled_attn" / "ops" / "triton"
 LONG: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 8, "window": 37, "padding": 1}
 WHOLE: dict[str, Any] = {"requests": [(3, 33), (1, 64), (6, 6)], "size": 16}
 ODD: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 12}
@@ -59,19 +55,6 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "scale of values, float16": ("attend", "HAS_FP8) * scale[:, None]", "HAS_FP8)", HALF),
 }  # fmt: skip
 QUICK = ("window edge", "causal offset", "page index", "split merge, sums")
-
-
-@pytest.fixture
-def room(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A copy of the kernels' folder that can be imported, by another name."""
-    copy = tmp_path / f"mutant_{tmp_path.name}"
-    shutil.copytree(ROOM, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in copy.glob("*.py"):
-        path.write_text(path.read_text().replace("compiled_attn.ops.triton", copy.name))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield copy
-    for name in [name for name in sys.modules if name.split(".")[0] == copy.name]:
-        del sys.modules[name]
 
 
 def _passes(room: Path, step: Scene) -> bool:

@@ -40,11 +40,29 @@ SPILLED_OF_HOPPER = {"decode": 700, "prefill": 1200}
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 
 
-def _compiled(cases: list[str], targets: list[str]) -> list[dict[str, Any]]:
+TENSOR_CORES = {"sm_80": "HMMA", "sm_89": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA",
+                "sm_120": "HMMA"}  # fmt: skip
+"""The matrix instruction of tiles of 64 rows and more; smaller ones use HMMA on all of them."""
+PROGRAMS = {
+    ("D 64", "sm_80"): 2, ("D 64", "sm_90"): 4, ("D 64", "sm_100"): 4,
+    ("D 128", "sm_80"): 2, ("D 128", "sm_90"): 2, ("D 128", "sm_100"): 2,
+    ("D 128, e4m3", "sm_80"): 1, ("D 128, e4m3", "sm_90"): 2, ("D 128, e4m3", "sm_100"): 2,
+    ("D 256", "sm_90"): 2,
+}  # fmt: skip
+"""Programs of a decode that a multiprocessor holds at least: one computes while others load."""
+IN_FLIGHT = 24 * 1024
+"""Bytes to be loaded at once on each multiprocessor: an H100's bandwidth times a microsecond."""
+
+
+def _compiled(
+    cases: list[str], targets: list[str], kernels: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """In a process of its own: in this one kernels may be interpreted."""
+    chosen = ["--kernels", *kernels] if kernels else []
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     made = subprocess.run(
-        [sys.executable, SCRIPT, "--json", "--cases", *cases, "--targets", *targets],
+        [sys.executable, SCRIPT, "--json", "--cases", *cases, "--targets", *targets,
+         *chosen],
         capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
@@ -63,6 +81,26 @@ def _expect_fits(row: dict[str, Any]) -> None:
         assert row["tensor_cores"], row
 
 
+def _expect_fast(row: dict[str, Any]) -> None:
+    """The instructions and the occupancy of NVIDIA's devices that speed depends on."""
+    memory, case = row["memory"], (row["case"], row["target"])
+    assert bool(row["spilled"]) == any(name[:3] in ("LDL", "STL") for name in memory), row
+    if not row["attends"] or row["dtype"] == "torch.float32":
+        return
+    rows = int(row["tile"].split("x")[0])
+    assert row["tensor_cores"] == (TENSOR_CORES[row["target"]] if rows >= 64 else "HMMA"), row
+    copied = {int(name.split(".")[1]): n for name, n in memory.items() if name[:6] == "LDGSTS"}
+    of_all = sum(bits * count for bits, count in copied.items())
+    has_codes = any(codes in row["case"] for codes in ("int8", "e4m3"))
+    # Keys and values are copied asynchronously, 16 bytes a thread (codes: 8 or 16), and the rest
+    # is scales and the block table.
+    wide = sum(bits * count for bits, count in copied.items() if bits >= (64 if has_codes else 128))
+    assert wide > (0.75 if has_codes else 0.9) * of_all > 0, row
+    if row["kernel"] == "decode":
+        assert row["programs"] >= PROGRAMS.get(case, 1), row
+        assert row["programs"] * row["shared"] >= IN_FLIGHT, row
+
+
 def _expect_no_fused_power(row: dict[str, Any]) -> None:
     """Where the machine code has one, the largest of large scores is far from 0 below itself."""
     assert row["fused_powers"] == 0, row
@@ -74,7 +112,44 @@ def test_a_decode_and_a_prefill_fit_a_device():
     for row in rows:
         _expect_fits(row)
         _expect_no_fused_power(row)
+        _expect_fast(row)
     assert {row["tensor_cores"] for row in rows if row["kernel"] == "prefill"} == {"HGMMA"}
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "kernel"),
+    [("D 128", "sm_80", "decode"), ("D 128", "sm_100", "prefill")],
+)
+def test_other_devices_copy_asynchronously_and_use_their_tensor_cores(case, target, kernel):
+    (row,) = _compiled([case], [target], (kernel,))
+    _expect_fits(row)
+    _expect_fast(row)
+
+
+def test_programs_of_a_multiprocessor_are_those_of_its_scarcest_resource():
+    from accelerator.resources import programs_per_processor as programs
+
+    assert programs("sm_90", 255, 0, 4) == 2  # by registers
+    assert programs("sm_90", 32, 113 * 1024, 4) == 2  # by shared memory, 1 KB of it reserved
+    assert programs("sm_90", 32, 114 * 1024, 4) == 1
+    assert programs("sm_90", 16, 0, 8) == 8 and programs("sm_89", 16, 0, 8) == 6  # by warps
+    assert programs("sm_90", 16, 0, 1) == 32  # by their number
+
+
+def test_memory_instructions_are_counted_by_their_width():
+    from accelerator.resources import _memory
+
+    code = """
+        /*0000*/ LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64] ;
+        /*0010*/ @!P0 LDG.E.U16.CONSTANT R3, [R4.64] ;
+        /*0020*/ LDG.E.64.STRONG.GPU R6, [R4.64] ;
+        /*0030*/ STL [R1+0x8], R5 ;
+        /*0040*/ LDL.LU.64 R5, [R1+0x8] ;
+        /*0050*/ LDS.128 R8, [R2] ;
+    """
+    assert _memory(code) == {
+        "LDGSTS.128": 1, "LDG.16": 1, "LDG.64": 1, "STL.32": 1, "LDL.64": 1
+    }  # fmt: skip
 
 
 @pytest.mark.slow  # 20 s of compiling; the quick test looks at bfloat16 with sinks
@@ -90,3 +165,5 @@ def test_no_product_is_fused_with_the_subtraction_of_the_maximum():
 def test_all_tiles_of_the_chooser_fit_all_devices(case, target):
     for row in _compiled([case], [target]):
         _expect_fits(row)
+        if target != "gfx942":
+            _expect_fast(row)

@@ -1,0 +1,161 @@
+"""Parts of the GPU benchmark on a CPU: replays, engines, weights, the sanitizer, the goals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+import docs_page
+import gpu_goals
+import gpu_sanitizer
+from accelerator import engines, replays, shares, weights
+
+from compiled_attn.ops import load
+
+CPU = torch.device("cpu")
+
+
+def test_replays_equal_fresh_calls_and_a_stale_buffer_is_found(monkeypatch):
+    load()
+    bucket = replays.SMALL["mixed 8"]
+    found = replays.compare("mixed 8", bucket, 5, CPU, torch.float32, 16)
+    assert found == ("mixed 8", 5, 0, False)
+    recorded = replays._recorded
+
+    def stale(call, device):
+        _, outputs, _ = recorded(call, device)
+        return lambda: None, outputs, False
+
+    monkeypatch.setattr(replays, "_recorded", stale)
+    assert replays.compare("mixed 8", bucket, 5, CPU, torch.float32, 16).different == 5
+
+
+def test_kinds_of_kernels():
+    kinds = {
+        "attend_kernel": "attention", "write_kernel": "attention",
+        "void cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+        "nvjet_tst_128x64_64x8_2x1_v_bz_TNN": "linear",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n": "linear", "aten::mm": "linear",
+        "void at::native::reduce_kernel<512, ArgMaxOps<float>>": "sampling",
+        "void cub::DeviceRadixSortOnesweepKernel": "sampling",
+        "void at::native::vectorized_elementwise_kernel<4, SiluFunctor>": "other",
+        "aten::rsqrt": "other",
+    }  # fmt: skip
+    assert {name: shares.kind_of(name) for name in kinds} == kinds
+
+
+def test_shares_are_of_the_wall_time():
+    events = [
+        SimpleNamespace(key=name, self_device_time_total=micros)
+        for name, micros in (("attend_kernel", 20), ("nvjet", 50), ("rsqrt", 10))
+    ]
+    found = shares._divided(events, 100, on_device=True)
+    assert found == {"attention": 0.2, "linear": 0.5, "sampling": 0, "other": 0.1, "host": 0.2}
+    assert sum(shares._divided(events, 40, on_device=True).values()) == pytest.approx(1)
+
+
+def test_this_engine_is_compared_with_transformers_and_absent_ones_are_named():
+    load = engines.Load(3, 9, 4)
+    found = engines.compare("tiny", load, "eager", torch.float32, CPU, rounds=1)
+    assert found["speeds"].keys() >= {"ours", "generate_batch"}, found["skipped"]
+    assert found["skipped"].keys() == {"vllm", "sglang"} - found["speeds"].keys()
+    assert found["shares"]["attention"] > 0 and found["shares"]["linear"] > 0
+
+
+def test_a_layer_has_a_row_for_each_number_of_rows(monkeypatch):
+    load()
+    monkeypatch.setattr(weights, "ROWS", (1, 3))
+    assert weights.why_not(CPU) is None
+    assert "has no kernel for cuda" in (
+        weights.why_not(torch.device("cuda")) or "has no kernel for cuda"
+    )
+    (shape,) = weights.SMALL_LAYERS.values()
+    found = [*weights.layer_rows("tiny", shape, CPU, 2, 2)]
+    assert [row["rows"] for row in found] == [1, 3]
+    assert {*found[0]["seconds"]} == {"bfloat16", "4 bits", "8 bits"}
+
+
+SANITIZER = """#!{python}
+import sys
+tool = sys.argv[sys.argv.index("--tool") + 1]
+print("2 passed in 1.0s")
+print("========= ERROR SUMMARY:", 3 if tool == "racecheck" else 0, "errors")
+sys.exit(86 if tool == "racecheck" else 0)
+"""
+
+
+def test_each_tool_of_the_sanitizer_has_a_result(tmp_path, monkeypatch, capsys):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER.format(python=sys.executable))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitizer.py", "--json", str(tmp_path / "x.json")])
+    with pytest.raises(SystemExit, match="1"):
+        gpu_sanitizer.main()
+    found = json.loads((tmp_path / "x.json").read_text())["sanitizer"]
+    assert [each["state"] for each in found] == ["passed", "failed (86)", "passed"]
+    assert found[1]["errors"] == 3
+
+
+def test_without_the_sanitizer_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_sanitizer, "find_tool", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitizer.py", "--json", str(tmp_path / "x.json")])
+    gpu_sanitizer.main()
+    assert "# not measured: no compute-sanitizer" in capsys.readouterr().out
+    found = json.loads((tmp_path / "x.json").read_text())["sanitizer"]
+    assert {each["state"] for each in found} == {"not measured"}
+
+
+def test_tests_that_do_not_run_do_not_pass():
+    assert gpu_sanitizer.parsed(0, "no tests ran")["state"] == "failed (0)"
+
+
+def test_a_goal_is_measured_or_says_that_it_is_not(tmp_path):
+    assert {cells[1] for cells in gpu_goals.table(tmp_path).values()} == {"not measured"}
+    attention = [
+        {"case": "prefill 1 x 2k", "seconds": {"op": 2.0, "sdpa": 1.9, "sdpa cudnn": 1.8}},
+        {"case": "decode 1 x 8k", "seconds": {"op": 20e-6, "copy": 15e-6}},
+    ]
+    written = {
+        "attention": attention,
+        "codes": [{"case": "decode 64 x 1k", "seconds": {"plain": 3.0, "e4m3": 2.0}}],
+        "weights": [[{"layer": "QKV", "rows": 1,
+                      "seconds": {"bfloat16": 4.0, "4 bits": 1.6, "8 bits": 2.0}}]],
+        "replays": [{"replays": 1000, "different": 0, "recorded": True}],
+        "engines": [{"model": "1b", "speeds": {"ours": 3.0, "generate_batch": 2.0},
+                     "shares": {"attention": 0.1, "linear": 0.6, "sampling": 0.1, "host": 0.2}}],
+    }  # fmt: skip
+    for name, rows in written.items():
+        text = json.dumps({"device": "NVIDIA H100", name: rows})
+        (tmp_path / f"gpu_{name}.json").write_text(text)
+    (tmp_path / "gpu_tests.txt").write_text("1 failed, 340 passed, 7 deselected in 9 s")
+    measured = [cells[1] for cells in gpu_goals.table(tmp_path).values()]
+    no = "not measured"
+    assert measured == [
+        f"0.90, {no}, {no}, {no}", f"0.75, {no}, {no}, {no}", "20.0 us", f"{no}, {no}, 1.50, {no}",
+        "QKV 2.50, 2.00", "1 failed, 340 passed", no, "0 of 1,000", f"1.50, {no}, {no}, {no}",
+        f"0.10, 0.60, 0.10, 0.20, {no}",
+    ]  # fmt: skip
+    assert gpu_goals.question(tmp_path)["columns"][1]["shows"] == "NVIDIA H100"
+
+
+def test_the_docs_have_the_goals():
+    assert docs_page.page().count(gpu_goals.NOTHING) >= 1
+    assert re.search(r"## Goals on a GPU", docs_page.page())
+
+
+def test_the_cells_of_the_traffic_model_run():
+    made = subprocess.run(
+        [sys.executable, docs_page.ROOT / "benchmarks" / "gpu_traffic.py"],
+        capture_output=True, text=True, check=True, cwd=docs_page.ROOT,
+        env={**os.environ, "PYTHONPATH": str(docs_page.ROOT)},
+    )  # fmt: skip
+    assert len(made.stdout.splitlines()) == 17
