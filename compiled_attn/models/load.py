@@ -171,7 +171,7 @@ def _from_awq_gptq(
         raise
     except Exception as error:  # a damaged directory fails anywhere in the loading code
         raise cannot_read(folder, "it as a causal language model", error) from error
-    if not serves_quantised(device.type, dtype):
+    if device.type != "cpu" and not serves_quantised(device.type, dtype):
         dequantise_layers(model)
     return model
 
@@ -179,10 +179,11 @@ def _from_awq_gptq(
 def _from_gguf(file: Path, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoConfig
 
+    quantises = device.type == "cpu" or serves_quantised(device.type, dtype)
     with contextlib.redirect_stderr(io.StringIO()):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         try:
-            return load_gguf(file, config, dtype, quantises=device.type == "cpu" or serves_quantised(device.type, dtype))
+            return load_gguf(file, config, dtype, quantises)
         except ModelError:
             raise
         except Exception as error:  # a damaged file fails anywhere in the loading code

@@ -25,7 +25,10 @@ def _moved(words, place, TO: tl.constexpr):
 @triton.jit
 def _codes(codes, panel, block, is_inside, HALF: tl.constexpr, BITS: tl.constexpr,
            BLOCKS: tl.constexpr):  # fmt: skip
-    """Codes of 16 inputs of each block, plus 128 (8 bits: 2 ** 23): ``[PANELS, blocks, 4, 16, 4]`` float32."""
+    """Codes of 16 inputs of each block, plus 128 (8 bits: plus 2 ** 23).
+
+    ``[PANELS, blocks, 4, 16, 4]`` float32: quads of inputs, outputs, inputs of a quad.
+    """
     at = codes + (panel * BLOCKS + block) * (16 * BITS)
     offset = tl.arange(0, 64)[None, None, :] + (64 * HALF if BITS == 8 else 0)
     words = tl.load(at + offset, mask=is_inside, other=0)
@@ -148,8 +151,8 @@ def linear_kernel(
     """Computes a tile of ``input @ weight.T + bias``: all inputs, in one order.
 
     Grid: ``(cdiv(panels, PANELS), cdiv(T, ROWS))``. Weights are the left operand, as matrix
-    instructions of Hopper take it from registers. In slices, each warp multiplies blocks of its own,
-    so that few rows of one panel occupy all of them.
+    instructions of Hopper take it from registers. In slices, each warp multiplies blocks of its
+    own, so that few rows of one panel occupy all of them.
     """
     DTYPE: tl.constexpr = input.dtype.element_ty
     panel = (tl.program_id(0) * PANELS + tl.arange(0, PANELS)).to(tl.int64)[:, None, None]

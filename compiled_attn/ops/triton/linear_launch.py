@@ -86,8 +86,8 @@ def quantised_linear(
     inputs = codes.shape[1] * _BLOCK
     if input.dtype not in _DTYPES or input.dim() != 2 or input.shape[1] != inputs:
         raise KernelArgumentError(
-            f"quantised_linear: expected input [any, {inputs}] of float32, bfloat16 or float16, got "
-            f"{input.dtype} {[*input.shape]}: pass rows of the layer's inputs"
+            f"quantised_linear: expected input [any, {inputs}] of float32, bfloat16 or float16, "
+            f"got {input.dtype} {[*input.shape]}: pass rows of the layer's inputs"
         )
     outputs = codes.shape[0] * _PANEL
     if bias is not None and (bias.dtype != input.dtype or bias.shape != (outputs,)):

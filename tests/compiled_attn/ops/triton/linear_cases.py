@@ -62,4 +62,3 @@ def _is_tie(input: Tensor) -> Tensor:
     blocks = input.double().unflatten(-1, (-1, 32))
     quotient = blocks / (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-300)
     return (((quotient - quotient.floor()) - 0.5).abs() < 1e-4).flatten(-2)
-

@@ -134,9 +134,7 @@ def test_a_gate_is_silu_of_one_layer_times_the_other(ops):
     lists = [*map(list, zip(*layers, strict=True))]
     gate, up = (each.double() for each in ops.quantised_linears(input, *lists, [], True))
     out = ops.quantised_swiglu(input, *lists, [], True)
-    torch.testing.assert_close(
-        out.double(), gate * torch.sigmoid(gate) * up, rtol=2**-8, atol=1e-6
-    )
+    torch.testing.assert_close(out.double(), gate * torch.sigmoid(gate) * up, rtol=2**-8, atol=1e-6)
     with pytest.raises(ValueError, match="expected the weights of gate and up"):
         ops.quantised_swiglu(input, *([each[0]] for each in lists), [], True)
 
