@@ -71,9 +71,11 @@ class PackedLayer(nn.Module):
             return self
         shape = self.weight.shape
         self.weight.data = self.weight.data[:1, :1]  # a cast or move allocates memory for it
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight.data = self.weight.data.expand(shape)
-        self.trap.hide(self.weight)
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self.weight.data = self.weight.data.expand(shape)
+            self.trap.hide(self.weight)
         return self
 
     def __setstate__(self, state: Any) -> None:

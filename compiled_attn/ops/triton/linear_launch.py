@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 # The first whose rows hold those of a bucket, else the last.
 _TILES = (
-    Tile(1, 16, 8, 4, 3, in_slices=True),
+    Tile(1, 16, 8, 4, 4, in_slices=True),
     Tile(1, 16, 16, 4, 3, in_slices=True),
     Tile(2, 8, 32, 4, 3, in_slices=True),
     Tile(4, 4, 64, 4, 3, in_slices=False),

@@ -11,6 +11,7 @@ from compiled_attn.ops import KernelArgumentError, NativeOps
 from compiled_attn.ops.quantised_linear import QuantisedWeight
 from tests.compiled_attn.ops.kernels import TRITON, interpreted, loaded
 from tests.compiled_attn.ops.quantised_layers import arguments, quantised_layer
+from tests.compiled_attn.ops.triton.counting import OTHERS, counted
 from tests.compiled_attn.ops.triton.linear_cases import FORMATS, Case, assert_right
 from tests.compiled_attn.ops.triton.test_launch import NoNumbers
 
@@ -178,6 +179,25 @@ def test_a_launch_is_that_of_the_sizes_alone(ops):
     assert launch.grid == (2, 1)
     rows = rows_launch(*given[1:4], torch.empty(7, dtype=torch.int64, device="meta"), out)
     assert rows.grid == (7, 1)
+
+
+@pytest.mark.parametrize("rows", [5, 20, 70])
+@pytest.mark.parametrize("form", ["Q8_0", "Q6_K", "AWQ"])
+def test_each_byte_of_a_weight_is_read_once_and_no_other_memory(ops, form, rows):
+    from compiled_attn.ops.triton.linear import linear_kernel
+    from compiled_attn.ops.triton.linear_launch import linear_launch, tile_of
+
+    (*given, int8), *_ = Case(form, rows, 80, 768, biased=True).made()
+    names, out = ("input", "codes", "scales", "steps", "bias"), torch.empty(rows, 80).bfloat16()
+    launch = linear_launch(tuple(given), out, tile_of(rows, 768, out.dtype), int8, widen=True)
+    with counted() as found:
+        linear_kernel[launch.grid](**launch.arguments, **launch.options)
+    read = found.read(dict(zip(names, given, strict=True)))
+    assert found.written({"out": out}) == {"out": out.nbytes}
+    # Compilers merge the loads of a block's halves, which are the same words.
+    low = given[1].nbytes if form == "AWQ" else given[1].nbytes * 2 // 3
+    assert read["codes"] == given[1].nbytes + (0 if form == "Q8_0" else low)
+    assert OTHERS not in read and read["bias"] == given[-1].nbytes
 
 
 INPUT = torch.zeros(3, 64)

@@ -50,6 +50,8 @@ def _expect_fits(row: dict[str, Any]) -> None:
 def test_a_decode_and_a_prompt_fit_a_device():
     rows = _compiled("--cases", "Q4_0", "--targets", "sm_90", "--kernels", "8 rows", "512 rows")
     assert [row["tensor_cores"] for row in rows] == ["HMMA", "HGMMA"]
+    # In each of four stages a thread copies 32 bytes of codes, for both halves, and 64 of inputs.
+    assert rows[0]["memory"]["LDGSTS.128"] == 4 * (2 + 4)
     for row in rows:
         _expect_fits(row)
 
