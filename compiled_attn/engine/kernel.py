@@ -145,6 +145,7 @@ def packs(
             "expected a model of plain weights for weights 'packed', got one of which an "
             "earlier engine stored float32 in 16 bits: load it again"
         )
-    if weights == "plain" or kernel.name != "native":
+    is_plain = weights == "plain" or (model.device.type != "cpu" and not is_required)
+    if is_plain or kernel.name != "native":
         return None
     return packing if is_required else tuning().packing

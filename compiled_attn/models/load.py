@@ -20,6 +20,7 @@ from compiled_attn.models.awq_gptq import METHODS, load_awq_gptq
 from compiled_attn.models.folder import cannot_read, gguf_of, model_folder
 from compiled_attn.models.gguf_file import load_gguf
 from compiled_attn.models.packed import dequantise_layers
+from compiled_attn.ops.choose import serves_quantised
 from graphs.installation import install_command
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def load_model(
     """Loads a causal language model that transformers can read from a local directory.
 
     Weights must be safetensors, as pickled weights are code, or a GGUF file, whose quantised
-    weights stay as they are on the CPU, as those of AWQ and GPTQ do; code in the directory is not
-    run.
+    weights stay as they are on CPUs and CUDA devices, as those of AWQ and GPTQ do; code in the
+    directory is not run.
 
     Args:
         path: the directory, the ``.gguf`` file or a directory that holds one; ``"smollm2"``: the
@@ -170,7 +171,7 @@ def _from_awq_gptq(
         raise
     except Exception as error:  # a damaged directory fails anywhere in the loading code
         raise cannot_read(folder, "it as a causal language model", error) from error
-    if device.type != "cpu":
+    if device.type != "cpu" and not serves_quantised(device.type, dtype):
         dequantise_layers(model)
     return model
 
@@ -178,10 +179,11 @@ def _from_awq_gptq(
 def _from_gguf(file: Path, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoConfig
 
+    quantises = device.type == "cpu" or serves_quantised(device.type, dtype)
     with contextlib.redirect_stderr(io.StringIO()):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         try:
-            return load_gguf(file, config, dtype, quantises=device.type == "cpu")
+            return load_gguf(file, config, dtype, quantises)
         except ModelError:
             raise
         except Exception as error:  # a damaged file fails anywhere in the loading code

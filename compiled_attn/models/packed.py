@@ -25,6 +25,7 @@ from compiled_attn.models.quantised_layers import (
     QuantisedLinear,
 )
 from compiled_attn.ops import packed_linear
+from compiled_attn.ops.choose import serves_quantised
 from compiled_attn.ops.packed_linear import BITS_OF, EXACT_INPUTS, Packing
 from compiled_attn.ops.quantised_linear import quantise
 
@@ -191,7 +192,8 @@ def packable(model: nn.Module) -> list[Parameter]:
         for owners in _owners(model).values()
         if len({id(parameter) for parameter, _ in owners}) == 1  # else one stays unpacked
         and type(owners[0][0]) is Parameter
-        and packed_linear.can_pack(owners[0][0])
+        and packed_linear.can_round(owners[0][0])
+        and serves_quantised(owners[0][0].device.type, owners[0][0].dtype)
         and any(type(module) is nn.Linear for _, module in owners)
         and all(_is_plain(module) for _, module in owners)
     ]

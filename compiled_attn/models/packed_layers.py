@@ -66,10 +66,16 @@ class PackedLayer(nn.Module):
         return panels * tile[0], groups * tile[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLayer:
-        is_hidden = self.trap is not None and self.trap.is_hidden(self.weight)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.trap is not None and is_hidden:
-            self.trap.hide(self.weight)  # again, as a cast allocates memory
+        if self.trap is None or not self.trap.is_hidden(self.weight):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        shape = self.weight.shape
+        self.weight.data = self.weight.data[:1, :1]  # a cast or move allocates memory for it
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self.weight.data = self.weight.data.expand(shape)
+            self.trap.hide(self.weight)
         return self
 
     def __setstate__(self, state: Any) -> None:

@@ -3,7 +3,7 @@
 Such a parameter has its dtype and shape but no memory of its own: all elements of all of them alias
 one number, a NaN. Torch refuses most writes to such memory. The others, such as `fill_` or a write
 through a numpy view, change that number or the parameter's address, which is cheap to check before
-each step.
+each step. On a device, which would be waited for, only the address is checked.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class WriteTrap:
     def __init__(self) -> None:
         # Of each dtype numpy memory, which is never reallocated, and the tensor over it.
         self._numbers: dict[torch.dtype, tuple[NDArray[Any], Tensor]] = {}
+        self._on_devices: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def hide(self, parameter: Tensor) -> None:
         """Points a parameter to the number of its dtype, which releases its memory."""
@@ -41,8 +42,11 @@ class WriteTrap:
 
     def is_hidden(self, parameter: Tensor) -> bool:
         """Whether a parameter aliases the number of its dtype."""
-        known = self._numbers.get(parameter.dtype)
-        return known is not None and parameter.data_ptr() == known[1].data_ptr()
+        if parameter.device.type == "cpu":
+            _, known = self._numbers.get(parameter.dtype, (None, None))
+        else:
+            known = self._on_devices.get((parameter.device, parameter.dtype))
+        return known is not None and parameter.data_ptr() == known.data_ptr()
 
     def addresses(self, parameters: Iterable[Tensor]) -> list[int]:
         """Returns the addresses of parameters that were not written to."""
@@ -58,9 +62,13 @@ class WriteTrap:
         )
 
     def _number(self, parameter: Tensor) -> Tensor | None:
-        dtype = parameter.dtype
-        if parameter.device.type != "cpu" or dtype not in _SIGNALLING:
+        dtype, device = parameter.dtype, parameter.device
+        if parameter.is_meta or dtype not in _SIGNALLING:
             return None
+        if device.type != "cpu":
+            if (device, dtype) not in self._on_devices:
+                self._on_devices[device, dtype] = parameter.new_full((1,), float("nan"))
+            return self._on_devices[device, dtype]
         if dtype not in self._numbers:
             integers, bits = _SIGNALLING[dtype]
             memory = np.full(1, bits, integers)

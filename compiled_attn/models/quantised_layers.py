@@ -11,8 +11,14 @@ from torch.nn import functional
 
 from compiled_attn.models.packed_layers import PackedEmbedding, PackedLayer, PackedLinear
 from compiled_attn.models.packed_weight import WriteTrap
+from compiled_attn.ops.choose import serves_quantised
 from compiled_attn.ops.packed_linear import BITS_OF
-from compiled_attn.ops.quantised_linear import QuantisedWeight, quantise, round_inputs
+from compiled_attn.ops.quantised_linear import (
+    QuantisedWeight,
+    quantise,
+    reference_rows,
+    round_inputs,
+)
 
 __all__ = ["QuantisedEmbedding", "QuantisedLayer", "QuantisedLinear"]
 
@@ -112,7 +118,7 @@ class QuantisedLinear(QuantisedLayer, PackedLinear):
         return out
 
     def _supports(self, dtype: torch.dtype) -> bool:
-        return dtype in (torch.float32, torch.bfloat16)
+        return serves_quantised(self.packed.device.type, dtype)
 
     def plain(self, input: Tensor) -> Tensor:
         """Computes the output like a plain layer, with the weight dequantised for this call."""
@@ -127,8 +133,8 @@ class QuantisedEmbedding(QuantisedLayer, PackedEmbedding):
 
     def _rows(self, ids: Tensor) -> Tensor:
         flat, dtype = ids.reshape(-1).long().contiguous(), self.weight.dtype
-        rows = torch.ops.compiled_attn.quantised_rows(
-            self.packed, self.scales, self.steps, flat, dtype is torch.bfloat16
-        )
+        is_served = serves_quantised(self.packed.device.type, torch.float32)
+        look_up = torch.ops.compiled_attn.quantised_rows if is_served else reference_rows
+        rows = look_up(self.packed, self.scales, self.steps, flat, dtype is torch.bfloat16)
         shaped: Tensor = rows.view(*ids.shape, -1)
         return shaped if dtype is torch.bfloat16 else shaped.to(dtype)

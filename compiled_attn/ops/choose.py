@@ -20,7 +20,7 @@ from graphs.torch_internals.tracing import constant_in_traces
 
 __all__ = [
     "CHOICES", "KernelChoice", "NativeKernel", "PortableKernel", "as_int32", "attend_paged",
-    "choose", "chooses_native", "unavailable", "unit_strides",
+    "choose", "chooses_native", "serves_quantised", "unavailable", "unit_strides",
 ]  # fmt: skip
 
 _INT32 = torch.iinfo(torch.int32)
@@ -228,3 +228,16 @@ def _lacks_device(device: str) -> str | None:
     if device == "cuda":
         return f"runs on cuda by Triton, {why_no_triton()}"
     return f"runs on cpu and cuda, not on {device}"
+
+
+@constant_in_traces
+def serves_quantised(device: str, dtype: torch.dtype) -> bool:
+    """Whether a type of device has ``quantised_linear`` for inputs of a dtype."""
+    if dtype not in (torch.float32, torch.bfloat16) and (
+        device == "cpu" or dtype is not torch.float16
+    ):
+        return False
+    if device == "cpu":
+        return True
+    _default()  # defines the op
+    return has_kernel(f"{NAMESPACE}::quantised_linear", device)

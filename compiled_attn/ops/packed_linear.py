@@ -22,6 +22,7 @@ from torch.nn import functional
 
 __all__ = [
     "BITS_OF", "EXACT_INPUTS", "Packing", "arrange", "as_packed", "as_rounded", "can_pack",
+    "can_round",
     "check_swiglu", "fake", "fake_all", "fake_rows", "fake_swiglu", "fits_bf16", "is_packed",
     "pack", "pack_bf16", "reference", "reference_all", "reference_swiglu", "rows", "unpack",
 ]  # fmt: skip
@@ -48,7 +49,20 @@ def can_pack(weight: Tensor) -> bool:
     return (
         weight.dtype in (torch.bfloat16, torch.float32)
         and weight.device.type == "cpu"
-        and weight.dim() == 2
+        and _has_tiles(weight)
+    )
+
+
+def can_round(weight: Tensor) -> bool:
+    """Whether ``weight [N, K]`` can be rounded to one of `BITS_OF`: float16 too on devices."""
+    is_half = weight.dtype is torch.float16 and weight.device.type != "cpu"
+    is_dtype = is_half or weight.dtype in (torch.bfloat16, torch.float32)
+    return is_dtype and _has_tiles(weight)
+
+
+def _has_tiles(weight: Tensor) -> bool:
+    return (
+        weight.dim() == 2
         and weight.shape[0] % _PANEL == 0
         and weight.shape[1] % _INPUTS == 0
         and weight.numel() > 0
@@ -70,8 +84,8 @@ def as_packed(weight: Tensor) -> Packing | None:
 
 @cache
 def as_rounded(packing: Packing) -> Callable[[Tensor], Packing | None]:
-    """Returns what selects one of `BITS_OF` for all weights that can be packed."""
-    return lambda weight: packing if can_pack(weight) else None
+    """Returns what selects one of `BITS_OF` for all weights that can be rounded."""
+    return lambda weight: packing if can_round(weight) else None
 
 
 def is_packed(weight: Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compiled_attn.ops.packed_linear import can_pack, check_swiglu
+from compiled_attn.ops.packed_linear import can_round, check_swiglu
 
 __all__ = [
     "BITS", "QuantisedWeight", "fake", "fake_all", "fake_rows", "fake_swiglu",
@@ -82,7 +82,7 @@ class QuantisedWeight:
                     f"{of.shape[1]} groups: keep such a weight in 16 bits"
                 )
         parts = [_pack_codes(part, bits) for part in codes.split(_ROWS_AT_ONCE)]
-        empty = torch.empty(0, dtype=torch.uint8)
+        empty = codes.new_empty(0, dtype=torch.uint8)
         return cls(
             torch.cat(parts), _by_panel(scales), empty if steps is None else _by_panel(steps)
         )
@@ -125,9 +125,9 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
 
     Raises:
         ValueError: a weight is not finite, or cannot be packed, see
-            `compiled_attn.ops.packed_linear.can_pack`.
+            `compiled_attn.ops.packed_linear.can_round`.
     """
-    if not can_pack(weight) or not weight.isfinite().all():
+    if not can_round(weight) or not weight.isfinite().all():
         raise ValueError(
             f"expected a weight of finite numbers with N % {_PANEL} == 0 and K % {_BLOCK} == 0, "
             f"got {weight.dtype} {[*weight.shape]}: keep it in its dtype"
@@ -233,7 +233,7 @@ def reference_rows(
     panels = ids // _PANEL
     chosen = steps[panels] if steps.numel() else steps
     whole = _dequantise(codes[panels], scales[panels], chosen)
-    rows = whole.view(len(ids), _PANEL, -1)[torch.arange(len(ids)), ids % _PANEL]
+    rows = whole.view(len(ids), _PANEL, -1)[torch.arange(len(ids), device=ids.device), ids % _PANEL]
     return rows.bfloat16() if as_bfloat16 else rows
 
 

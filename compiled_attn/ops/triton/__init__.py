@@ -1,1 +1,1 @@
-"""The op on CUDA devices, in Triton; imported lazily, when a CUDA tensor arrives."""
+"""The ops on CUDA devices, in Triton; imported lazily, when a CUDA tensor arrives."""

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphs.installation import install_command
 
 __all__ = ["measured_plans", "register", "why_not"]
+
+_MODULES = {
+    "paged_attention": "launch",
+    "paged_attention_": "launch",
+    "quantised_linear": "linear_launch",
+    "quantised_linears": "linear_launch",
+    "quantised_swiglu": "linear_launch",
+    "quantised_rows": "linear_launch",
+}
 
 
 def why_not() -> str | None:
@@ -26,7 +35,7 @@ def why_not() -> str | None:
 
 def register(library: torch.library.Library, key: str = "CUDA") -> None:
     """Registers kernels for the ops, which are already defined."""
-    for name in ("paged_attention", "paged_attention_"):
+    for name in _MODULES:
         library.impl(name, _op(name), key)
 
 
@@ -44,11 +53,9 @@ def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str
     return saved_plans(plans_file(own), own)
 
 
-def _op(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def call(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        from compiled_attn.ops.triton import launch  # imports Triton
-
-        out, lse = getattr(launch, name)(*arguments, **options)
-        return out, lse
+def _op(name: str) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        module = import_module(f"compiled_attn.ops.triton.{_MODULES[name]}")  # imports Triton
+        return getattr(module, name)(*arguments, **options)
 
     return call
