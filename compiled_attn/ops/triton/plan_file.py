@@ -75,7 +75,7 @@ def _add(file: Path | None, measured: dict[str, Exported]) -> None:
         return  # read-only folders must work too
 
 
-def _read(file: Path | None) -> dict[str, list[int]]:
+def _read(file: Path | None) -> dict[str, Exported]:
     """The plans of a file; none if it is corrupt."""
     try:
         known = json.loads(file.read_text()) if file else {}

@@ -97,7 +97,9 @@ class Plans:
         plan = self._measured[device, problem]
         self._measured[device, problem] = plan._replace(kernel="triton")
         self.kinds.pop((plan.kernel, problem, None), None)
-        self.kinds[plan.kernel, problem, failed(plan.kernel, error)] = None
+        reason = failed(plan.kernel, error)
+        REFUSED[device, problem, plan.kernel] = reason, None
+        self.kinds[plan.kernel, problem, reason] = None
 
     def export(self, device: torch.device) -> dict[str, Exported]:
         """Returns a device's measured plans for JSON, by problem name."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
 import torch
 
-from compiled_attn.ops import providers
+from compiled_attn.ops.providers import PROVIDERS
 from compiled_attn.ops.triton.plans import REFUSED, Plans
 from compiled_attn.ops.triton.tiles import Plan, Problem, Tile
 from tests.compiled_attn.ops.kernels import interpreted
@@ -41,27 +42,29 @@ class Fake:
 
 
 class Other(Fake):
-    """A provider that scales by another base."""
+    """A provider with other results: those of Triton times a factor of out and one of lse."""
+
+    def __init__(self, name, *factors):
+        super().__init__(name)
+        self.factors = factors
 
     def attend(self, call, paged):
-        out, lse = paged(call)
-        return out, lse * 1.4427
+        return tuple(each * factor for each, factor in zip(paged(call), self.factors, strict=True))
 
 
 @pytest.fixture
-def install(monkeypatch):
+def install():
     """Replaces the providers of this process."""
     interpreted()
-    monkeypatch.setattr(providers, "PROVIDERS", providers.PROVIDERS)
+    before = dict(PROVIDERS)
 
     def replace(*fakes):
-        for name in (*providers.PROVIDERS,):
-            monkeypatch.delitem(providers.PROVIDERS, name)
-        for each in fakes:
-            monkeypatch.setitem(providers.PROVIDERS, each.name, each)
+        PROVIDERS.clear()
+        PROVIDERS.update({each.name: each for each in fakes})
         return fakes
 
     yield replace
+    replace(*before.values())
     REFUSED.clear()
 
 
@@ -155,11 +158,12 @@ def test_a_provider_that_fails_outside_of_a_warmup_is_an_error(install):
         attend(scene(MIXED, dtype=BF16, window=3).call, Plan(TILE, 1, "fast"))
 
 
-def test_a_provider_with_other_results_than_triton_is_not_used(install, warmup):
-    install(Other("faster"), Fake("fast"))
+@pytest.mark.parametrize("factors", [(1.0, 1.4427), (1.4, 1.0), (1.0, math.nan), (math.nan, 1.0)])
+def test_a_provider_with_other_results_than_triton_is_not_used(install, warmup, factors):
+    install(Other("faster", *factors), Fake("fast"))
     notes = warmup({})
     assert notes["fast"] == "serves 1 of 1 kinds of calls"
-    assert "failed: out differs by 0 from Triton's, lse by" in notes["faster"]
+    assert "1 not, as it failed: out differs by " in notes["faster"]
 
 
 def test_a_device_without_memory_to_measure_in_has_that_reason(install, warmup, monkeypatch):

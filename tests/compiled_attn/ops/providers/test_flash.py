@@ -143,6 +143,25 @@ def test_a_library_that_is_missing_broken_or_another_has_a_reason(has, monkeypat
     assert why_not("fa3") == "cannot be imported: division by zero"
 
 
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [((9, 0), ["varlen", "dense+paged", "fa3"]), ((10, 0), ["dense+paged", "flashinfer"])],
+)
+@pytest.mark.parametrize("tokens", [3, 50])
+def test_a_warmup_finds_their_results_equal_to_tritons(has, capability, names, tokens):
+    has(capability)
+    interpreted()
+    from compiled_attn.ops.triton.autotune import tune
+    from compiled_attn.ops.triton.plans import REFUSED
+    from compiled_attn.ops.triton.tiles import Problem
+
+    problem, device = Problem(tokens, 3, 2, 2, 16, 16, 32, 8, "bfloat16", "none"), "cpu"
+    tune(problem, torch.device(device), lambda run: 1.0 + (run.args[1].kernel != "triton"))
+    found = {name: each for (_, own, name), each in REFUSED.items() if own == problem}
+    REFUSED.clear()
+    assert found == dict.fromkeys(names, ("was slower than triton", 0.5))
+
+
 def test_new_tokens_alone_are_not_enough_for_dense_attention(has):
     has((9, 0))
     call = scene(MIXED, dtype=BF16).call
