@@ -21,7 +21,7 @@ from compiled_attn.ops.triton.prompt import prompt_kernel
 from compiled_attn.ops.triton.prompt_launch import launches
 from compiled_attn.ops.triton.tiles import Tile
 
-WIDE, NARROW = Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)
+WIDE, NARROW = Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)
 CASES: dict[str, tuple[Case, Tile]] = {
     "D 64, page 128": (Case(64, page=128), WIDE),
     "D 128, page 128": (Case(page=128), WIDE),
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Case, Tile]] = {
     "D 256, page 64": (Case(256, page=64), Tile(128, 64, 8, 2)),
     "D 64, page 64, 99 KB": (Case(64, page=64), NARROW),
     "D 128, page 64, 99 KB": (Case(page=64), NARROW),
-    "D 256, page 64, 99 KB": (Case(256, page=64), Tile(32, 32, 4, 2)),
+    "D 256, page 64, 99 KB": (Case(256, page=64), Tile(64, 32, 8, 2)),
 }
 STEPS = {
     "matrix": "HGMMA|UTC[A-Z]*MMA|HMMA",  # products on tensor cores

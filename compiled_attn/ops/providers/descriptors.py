@@ -11,6 +11,8 @@ from compiled_attn.ops.providers.base import Paged
 
 __all__ = ["Descriptors"]
 
+_MAX_SPECIALIZED_DIM = 128  # larger ones spill registers
+
 
 class Descriptors:
     """The kernel of `compiled_attn.ops.triton.prompt`, pipelined or with specialised warps."""
@@ -33,6 +35,8 @@ class Descriptors:
             return f"needs sm_90 or later, not sm_{major}{minor}"
         if self._specialized and major != 9:
             return f"has specialised warps on sm_90, not on sm_{major}{minor}"
+        if self._specialized and (dim := call.query.shape[2]) > _MAX_SPECIALIZED_DIM:
+            return f"has head sizes up to {_MAX_SPECIALIZED_DIM}, not {dim}"
         from compiled_attn.ops.triton.prompt_launch import why_not  # imports Triton
 
         return why_not(call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ def attend(
         return paged(call)
     if page_keys(call, tile):
         return _run(call, tile, specialized)
-    out, lse = _run(call._replace(scoring=replace(call.scoring, sinks=None)), tile, specialized)
+    out, lse = _run(call, tile, specialized)
     lengths = call.seq_lens - torch.diff(call.query_start_loc)
     context = paged(call._replace(seq_lens=lengths, causal=False, new=None))
     return combine((out, lse.t()), context, call.query_start_loc)
@@ -76,7 +75,7 @@ def tile_of(call: PagedCall) -> Tile:
     dim, device = call.query.shape[2], call.query.device
     is_small = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12
     if is_small:  # sm_120 has 99 KB of shared memory
-        return Tile(64, 64, 4, 2) if dim <= 128 else Tile(32, 32, 4, 2)
+        return Tile(128, 64, 8, 2) if dim <= 128 else Tile(64, 32, 8, 2)
     return Tile(128, 128, 8, 2) if dim <= 128 else Tile(128, 64, 8, 2)
 
 
@@ -154,6 +153,8 @@ def _lacks_keys(call: PagedCall) -> str | None:
     if not page_keys(call, tile_of(call)):
         if call.new is None:
             return f"needs the new keys and values next to pages of {call.key_cache.shape[1]}"
+        if call.scoring.sinks is not None:
+            return f"has no sinks with pages of {call.key_cache.shape[1]}"
         read = {"query": call.query, "key": call.new.key, "value": call.new.value}
     for name, tensor in read.items():
         steps = [step * tensor.itemsize for step in tensor.stride()[:-1]]

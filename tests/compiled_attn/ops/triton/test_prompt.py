@@ -133,6 +133,8 @@ def test_what_it_can_compute_has_none():
 
     assert why_not(scene(MIXED, **{**BF16, "size": 64}).call) is None
     assert why_not(with_new_tokens(scene(MIXED, **DENSE))) is None
+    with_sinks = with_new_tokens(scene(MIXED, **DENSE, sinks=torch.ones(4)))
+    assert why_not(with_sinks) == "has no sinks with pages of 4"
 
 
 def test_launches_depend_on_sizes_alone():
@@ -169,7 +171,8 @@ def test_launches_depend_on_sizes_alone():
 def test_random_steps_are_those_of_dense_attention(
     requests, tile, heads, dim, dtype, size, causal, with_sinks, layout, padding, specialized, seed
 ):
-    sinks = torch.linspace(-1, 1, heads[0]) if with_sinks else None
+    has_sinks = with_sinks and size % tile[1] == 0
+    sinks = torch.linspace(-1, 1, heads[0]) if has_sinks else None
     step = scene(
         [(new, new + before) for new, before in requests], heads=heads[0], kv_heads=heads[1],
         dim=dim, size=size, dtype=dtype, layout=layout, padding=padding, padded_requests=padding,
