@@ -31,7 +31,6 @@ CASES: dict[str, tuple[Case, Tile]] = {
     "D 256, page 64": (Case(256, page=64), Tile(128, 64, 8, 2)),
     "D 64, page 64, 99 KB": (Case(64, page=64), NARROW),
     "D 128, page 64, 99 KB": (Case(page=64), NARROW),
-    "D 256, page 64, 99 KB": (Case(256, page=64), Tile(64, 32, 8, 2)),
 }
 STEPS = {
     "matrix": "HGMMA|UTC[A-Z]*MMA|HMMA",  # products on tensor cores

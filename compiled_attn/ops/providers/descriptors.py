@@ -11,7 +11,7 @@ from compiled_attn.ops.providers.base import Paged
 
 __all__ = ["Descriptors"]
 
-_MAX_SPECIALIZED_DIM = 128  # larger ones spill registers
+_MAX_DIM = 128  # larger ones spill registers
 
 
 class Descriptors:
@@ -27,16 +27,16 @@ class Descriptors:
 
     def why_not(self, call: PagedCall) -> str | None:
         """See `compiled_attn.ops.providers.Provider`."""
-        device = call.query.device
-        if device.type != "cuda" or torch.version.hip:
-            return f"runs on NVIDIA's devices, not on {'AMD' if torch.version.hip else device.type}"
-        major, minor = flash.capability(device)
+        if lacks := _lacks_device(call.query.device):
+            return lacks
+        major, minor = flash.capability(call.query.device)
         if major < 9:
             return f"needs sm_90 or later, not sm_{major}{minor}"
         if self._specialized and major != 9:
             return f"has specialised warps on sm_90, not on sm_{major}{minor}"
-        if self._specialized and (dim := call.query.shape[2]) > _MAX_SPECIALIZED_DIM:
-            return f"has head sizes up to {_MAX_SPECIALIZED_DIM}, not {dim}"
+        dim = call.query.shape[2]
+        if (self._specialized or major == 12) and dim > _MAX_DIM:
+            return f"has head sizes up to {_MAX_DIM} on sm_{major}{minor}, not {dim}"
         from compiled_attn.ops.triton.prompt_launch import why_not  # imports Triton
 
         return why_not(call)
@@ -46,3 +46,9 @@ class Descriptors:
         from compiled_attn.ops.triton.prompt_launch import attend
 
         return attend(call, paged, specialized=self._specialized)
+
+
+def _lacks_device(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip:
+        return f"runs on NVIDIA's devices, not on {'AMD' if torch.version.hip else device.type}"
+    return None

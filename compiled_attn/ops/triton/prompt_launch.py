@@ -74,9 +74,9 @@ def tile_of(call: PagedCall) -> Tile:
     """Returns the tile for the head size and device of a call."""
     dim, device = call.query.shape[2], call.query.device
     is_small = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12
-    if is_small:  # sm_120 has 99 KB of shared memory
-        return Tile(128, 64, 8, 2) if dim <= 128 else Tile(64, 32, 8, 2)
-    return Tile(128, 128, 8, 2) if dim <= 128 else Tile(128, 64, 8, 2)
+    if is_small or dim > 128:  # sm_120 has 99 KB of shared memory
+        return Tile(128, 64, 8, 2)
+    return Tile(128, 128, 8, 2)
 
 
 def page_keys(call: PagedCall, tile: Tile) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compiled_attn.ops.call import NewTokens, PagedCall
+from compiled_attn.ops.providers import descriptors, flash
 from compiled_attn.ops.triton.tiles import Plan, Tile
 from tests.compiled_attn.ops.kernels import interpreted
 from tests.compiled_attn.ops.native_cases import MIXED
@@ -179,3 +180,24 @@ def test_random_steps_are_those_of_dense_attention(
         seed=seed, sinks=sinks, causal=causal,
     )  # fmt: skip
     assert_right(computed(with_new_tokens(step), specialized, Tile(*tile, 4, 2)), step)
+
+
+@pytest.mark.parametrize(
+    ("specialized", "capability", "dim", "reason"),
+    [
+        (False, (8, 0), 16, "needs sm_90 or later, not sm_80"),
+        (True, (10, 0), 16, "has specialised warps on sm_90, not on sm_100"),
+        (True, (9, 0), 256, "has head sizes up to 128 on sm_90, not 256"),
+        (False, (12, 0), 256, "has head sizes up to 128 on sm_120, not 256"),
+        (True, (9, 0), 16, None),
+        (False, (12, 0), 16, None),
+    ],
+)
+def test_a_device_may_lack_what_it_needs(monkeypatch, specialized, capability, dim, reason):
+    interpreted()
+    kernel = descriptors.Descriptors("descriptors", specialized=specialized)
+    call = scene([(2, 5)], **{**BF16, "size": 128, "dim": dim}).call
+    assert kernel.why_not(call) == "runs on NVIDIA's devices, not on cpu"
+    monkeypatch.setattr(flash, "capability", lambda _: capability)
+    monkeypatch.setattr(descriptors, "_lacks_device", lambda _: None)
+    assert kernel.why_not(call) == reason

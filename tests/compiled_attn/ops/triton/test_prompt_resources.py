@@ -67,8 +67,8 @@ def test_tiles_of_devices_with_matrix_units_fit(case, target):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["D 64", "D 128", "D 256"])
+@pytest.mark.parametrize("case", ["D 64", "D 128"])
 def test_tiles_of_devices_with_little_shared_memory_fit(case):
     for row in _compiled("sm_120", [f"{case}, page 64, 99 KB"]):
         _expect_fast_code(row)
-        assert row["spilled"] <= 400, row
+        assert row["spilled"] <= 64, row
