@@ -17,10 +17,11 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_attn.ops.triton.arguments import MAX_AMD_WARPS, Launch
 
-__all__ = ["TARGETS", "Resources", "programs_per_processor", "resources"]
+__all__ = ["TARGETS", "Resources", "machine_code", "programs_per_processor", "resources"]
 
 TARGETS: Mapping[str, tuple[str, int | str, int]] = MappingProxyType(
     {
@@ -137,6 +138,21 @@ def programs_per_processor(target: str, registers: int, shared: int, warps: int)
     return min(processor.programs, processor.warps // warps, by_registers, by_shared)
 
 
+def machine_code(kernel: Any, launch: Launch, target: str) -> str:
+    """Returns the machine code of a kernel for one of `TARGETS` of NVIDIA, as `cuobjdump` has it.
+
+    Raises:
+        KeyError: unknown target.
+    """
+    options = {**launch.options, "enable_fp_fusion": True}
+    source = _source(kernel, launch.arguments)
+    made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        return _dump("-sass", file.name)
+
+
 def _source(kernel: Any, arguments: Mapping[str, Any]) -> ASTSource:
     """The source as specialised by a launch with these arguments."""
     signature, constants, attributes = {}, {}, {}
@@ -160,6 +176,8 @@ def _is_int(value: object) -> bool:
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + _TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>"
     return "i32" if _is_int(value) else "fp32"
 
 

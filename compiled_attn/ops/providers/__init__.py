@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from compiled_attn.ops.providers.base import Paged, Provider
 from compiled_attn.ops.providers.dense_paged import DensePaged
+from compiled_attn.ops.providers.descriptors import Descriptors
 from compiled_attn.ops.providers.fa3 import FlashAttention3
 from compiled_attn.ops.providers.flashinfer import FlashInfer
 from compiled_attn.ops.providers.varlen import VarlenKernel
@@ -15,6 +16,7 @@ __all__ = ["PROVIDERS", "Paged", "Provider"]
 
 _ALL: tuple[Provider, ...] = (
     VarlenKernel(), DensePaged(), FlashAttention3(), FlashInfer(),
+    Descriptors("descriptors", specialized=False), Descriptors("specialized", specialized=True),
 )  # fmt: skip
 
 PROVIDERS: dict[str, Provider] = {each.name: each for each in _ALL}
