@@ -259,11 +259,6 @@ class EngineConfig:
                 "expected sanitize False with backend onnxrt, which cannot capture its checks, got "
                 "True: take another backend"
             )
-        if isinstance(self.adapter_targets, str):
-            raise ConfigError(
-                f"expected adapter_targets as a sequence of names, got {self.adapter_targets!r}: "
-                f"pass ({self.adapter_targets!r},)"
-            )
         if self.weights not in _WEIGHTS:
             raise ConfigError(f"expected weights of {_WEIGHTS}, got {self.weights!r}: choose one")
         if not (self.store is None or isinstance(self.store, (bool, str, os.PathLike))):
