@@ -163,7 +163,9 @@ def logprobs_of(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = log_sum_exp(wide)
     own = (_chosen(wide, tokens) - total).tolist()
-    values, ids = most_likely(wide, max(1, *counts))
+    if not any(counts):
+        return [TokenLogprobs(*each, ()) for each in zip(tokens, own, strict=True)]
+    values, ids = most_likely(wide, max(counts))
     logprobs = (values - total[:, None]).tolist()
     return [
         TokenLogprobs(token, logprob, tuple(zip(of_row[:count], each[:count], strict=True)))

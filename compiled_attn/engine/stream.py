@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.config import ConfigError
+from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.engine.report import StepInfo
-from compiled_attn.engine.request_state import GenerationResult, TokenEvent
+from compiled_attn.engine.request_state import GenerationResult, RequestState, TokenEvent
 from compiled_attn.engine.sampling import SamplingParams, token_ids
 
 __all__ = ["PlannedRequest", "Stream", "planned_requests", "results_of"]
@@ -102,7 +103,7 @@ class Stream(Iterator[TokenEvent]):
     are computed along the way.
 
     Args:
-        requests: can all be served.
+        requests: can all be served; one that no longer can when it is due ends with an error.
         limit: requests in flight at most (closed loop).
         on_step: called after every step.
 
@@ -185,10 +186,24 @@ class Stream(Iterator[TokenEvent]):
     def _submit(self, request: PlannedRequest) -> None:
         name, prompt, sampling, salt, arrival_s = request
         arrived_s = None if arrival_s is None else self._started_s + arrival_s
-        request_id = self._engine.enter(prompt, sampling, salt, arrived_s, self._events, name)
+        later = self._later.pop(name[0], None)
+        try:
+            request_id = self._engine.enter(prompt, sampling, salt, arrived_s, self._events, name)
+        except ConfigError as error:  # such as of an adapter that was removed meanwhile
+            self._events.append(_refused(request, error))
+            self._queue.extendleft(reversed(later or ()))
+            return
         self._in_flight.add(request_id)
-        if later := self._later.pop(name[0], None):
+        if later:
             self._waiting[request_id] = later
+
+
+def _refused(request: PlannedRequest, error: ConfigError) -> TokenEvent:
+    now_s, (index, choice) = time.perf_counter(), request.name
+    state = RequestState(
+        -1, request.prompt, len(request.prompt), request.sampling, now_s, index=index, choice=choice
+    )
+    return state.event(RowResult(error=str(error)), 0, now_s, "error")
 
 
 def _due_s(request: PlannedRequest) -> float:

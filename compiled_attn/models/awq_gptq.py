@@ -105,7 +105,8 @@ def _add_layer(
     bits: int,
 ) -> None:
     method, name = settings["quant_method"], f"{layer}.weight"
-    if lacks := [part for part in _PARTS[:3] if part not in parts]:
+    needed = _PARTS if method == "gptq" and settings.get("desc_act") else _PARTS[:3]
+    if lacks := [part for part in needed if part not in parts]:
         raise ModelError(f"model {folder}: tensor {layer}.{lacks[0]} is missing: download it again")
     if name not in weights or not weights.can_quantise(name):
         raise ModelError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from graphs.backends.accelerator import AcceleratorBackend
 from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.capture.contract import Backend
+from graphs.errors import StoreError
 from graphs.store.factors import environment_factors
 from graphs.store.inductor import StoredInductor
 from graphs.store.inductor_cache import InductorCache
@@ -57,9 +59,10 @@ def open_store(backend: str, folder: Path) -> GraphStore:
     Raises:
         OSError, StoreError: the folder cannot be used.
     """
-    store = ArtifactStore(folder)
     if backend == "aoti":
-        return GraphStore(StoredAoti(store))
+        return GraphStore(StoredAoti(ArtifactStore(folder)))
+    _refuse_unquoted(folder.expanduser().resolve())
+    store = ArtifactStore(folder)
     cache = store.inductor_cache(environment_factors()).__enter__()
     inductor = StoredInductor(store, cache.seal)
     recorded: Mapping[str, Callable[..., Backend]] = {
@@ -68,3 +71,17 @@ def open_store(backend: str, folder: Path) -> GraphStore:
     }
     stored = recorded[backend](inductor=inductor) if backend in recorded else inductor
     return GraphStore(stored, cache)
+
+
+def _refuse_unquoted(folder: Path) -> None:
+    """Raises StoreError for a name that inductor, which does not quote it, gives g++ in parts."""
+    name = str(folder)
+    try:
+        is_whole = shlex.split(name) == [name]
+    except ValueError:  # an open quotation
+        is_whole = False
+    if not is_whole:
+        raise StoreError(
+            f"expected a store in a folder without spaces, quotes and backslashes in its path, got "
+            f"{name!r}, where inductor cannot compile: name another folder"
+        )

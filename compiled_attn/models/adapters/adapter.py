@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import AdapterError
+from graphs.errors import quoted
 
 __all__ = ["Adapter", "LoraWeight", "adapter_of"]
 
@@ -28,9 +29,14 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "layer_replication": (None, []),
     "megatron_config": (None, {}),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
 }
+_LARGE = 1e30  # of lora_alpha: scales are float32
 # Kinds of `init_lora_weights` that also change the weights of the base model.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class LoraWeight(NamedTuple):
@@ -132,22 +138,29 @@ def _weight_of(
                 "in float32 or bfloat16"
             )
     rank = a.shape[0]
-    if (configured := _pattern(settings, "rank_pattern", name, settings.get("r"))) != rank:
+    if (configured := _pattern(source, settings, "rank_pattern", name, settings.get("r"))) != rank:
         raise AdapterError(
             f"adapter {source}: expected rank {configured} of {name} by its configuration, got "
             f"{rank} in its weights: its files do not belong together, save it again"
         )
-    alpha = _pattern(settings, "alpha_pattern", name, settings.get("lora_alpha"))
-    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise AdapterError(f"adapter {source}: expected a number as lora_alpha, got {alpha!r}")
+    alpha = _pattern(source, settings, "alpha_pattern", name, settings.get("lora_alpha"))
+    if not isinstance(alpha, (int, float)) or not abs(alpha) < _LARGE:
+        raise AdapterError(
+            f"adapter {source}: expected a number as lora_alpha, got {quoted(alpha)}"
+        )
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     return LoraWeight(a, b, scale)
 
 
-def _pattern(settings: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+def _pattern(source: str, settings: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
     """The value of the first pattern that a module's name ends with, as peft looks it up."""
-    patterns = settings.get(name) or {}
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
+    try:
+        for pattern, value in (settings.get(name) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+    except (AttributeError, re.error) as error:
+        raise AdapterError(
+            f"adapter {source}: expected {name} as an object of patterns, got "
+            f"{quoted(settings[name])}: its configuration is damaged, save it again"
+        ) from error
     return default

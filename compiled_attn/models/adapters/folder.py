@@ -22,8 +22,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     Raises:
         AdapterError: a file is missing or damaged, or the adapter is of a kind that is not served.
     """
-    path = Path(folder).expanduser()
-    if not (path / _CONFIG).is_file():
+    path = _path_of(folder)
+    if path is None:
         raise AdapterError(
             f"adapter {folder}: expected a directory with {_CONFIG}, as save_pretrained of a "
             "PeftModel writes it, got none: check the path"
@@ -31,10 +31,19 @@ def read_adapter(folder: str | Path) -> Adapter:
     return adapter_of(str(folder), _settings(path), _tensors(path))
 
 
+def _path_of(folder: str | Path) -> Path | None:
+    """The folder of an adapter; None: there is none."""
+    try:
+        path = Path(folder).expanduser()
+        return path if (path / _CONFIG).is_file() else None
+    except (OSError, RuntimeError, TypeError, ValueError):  # no path, or of an unknown user
+        return None
+
+
 def _settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path / _CONFIG, error) from error
     if not isinstance(found, dict):
         raise _unreadable(path / _CONFIG, TypeError("it holds no object"))

@@ -112,6 +112,8 @@ class AdapterPool:
     def check(self, adapter: Adapter) -> None:
         """Raises AdapterError unless an adapter fits the model and the pool."""
         where = f"adapter {adapter.source}"
+        if not adapter.weights:
+            raise AdapterError(f"{where}: expected weights, got none: train it")
         if adapter.rank > self.max_rank:
             raise AdapterError(
                 f"{where}: expected a rank of at most {self.max_rank}, got {adapter.rank}: raise "
@@ -128,6 +130,11 @@ class AdapterPool:
                 raise AdapterError(
                     f"{where}: it changes {name}, which the model does not have in its decoder: "
                     "it is of another base model"
+                )
+            if not weight.a.dim() == weight.b.dim() == 2 or weight.b.shape[1] != weight.rank:
+                raise AdapterError(
+                    f"{where}: expected a [rank, in] and b [out, rank] of {name}, got "
+                    f"{[*weight.a.shape]} and {[*weight.b.shape]}: make them fit"
                 )
             sizes, expected = (weight.a.shape[1], weight.b.shape[0]), features_of(layer.base)
             if sizes != expected:

@@ -28,6 +28,7 @@ from compiled_attn.models.hf.attention import (
 )
 from compiled_attn.models.hf.equality import check_equal, check_near, plain_logits
 from compiled_attn.models.hf.layers import call_through, decoder_layers, layer_region, restore
+from compiled_attn.models.hf.output_registry import use_own_entries
 from compiled_attn.models.hf.recorder import takes_logits_to_keep
 from compiled_attn.models.hf.region_keys import region_keys, relate_sizes, without_numbers
 from compiled_attn.models.hf.shapes import (
@@ -115,6 +116,7 @@ class PagedCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.layout = layout or default_layout(cache)
+        use_own_entries(model)
         self.model = model
         self.cache = cache
         found = layer_calls(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def expected(model, prompts: list[list[int]], adapters: list[Adapter | None]) ->
     """The same one by one, by `generate` of a model with merged weights."""
     whole = [merged(model, adapter) for adapter in adapters]
     return [plain_generate(each, prompt, NEW) for prompt in prompts for each in whole]
+
+
+def of_q(a: torch.Tensor, b: torch.Tensor) -> Adapter:
+    """An adapter of one layer."""
+    return Adapter("mine", {"model.layers.0.self_attn.q_proj": LoraWeight(a, b, 1.0)})
 
 
 @pytest.mark.parametrize("kernel", ["auto", "portable"])
@@ -144,6 +150,28 @@ def test_adapters_come_and_go_while_others_are_served():
     assert engine.report().compiles_after_warmup == 0
 
 
+def test_requests_of_a_stream_that_lose_their_adapter_before_they_begin_end_with_an_error():
+    model, prompts = tiny_model(), prompts_of(4)
+    adapter = drawn(model, 1)
+    engine = small_engine(tiny_model(), max_adapters=1)
+    engine.adapters.add("one", adapter)
+    names = ["one", None, "one", None]
+    samplings = [replace(sampling(name), n=1 + (at == 2)) for at, name in enumerate(names)]
+    found = {}
+    for result in engine.generate(prompts, samplings, concurrency=1):
+        found[result.index, result.choice] = result
+        if engine.adapters.names:
+            engine.adapters.remove("one")
+    assert len(found) == 5
+    for (index, _), result in found.items():
+        if index == 2:
+            assert result.finish_reason == "error" and "got 'one': add it" in result.error
+            assert result.prompt == prompts[2] and not result.tokens
+        else:
+            used = adapter if index == 0 else None
+            assert result.tokens == expected(model, [prompts[index]], [used])[0]
+
+
 def test_an_adapter_of_nan_ends_its_own_requests_only():
     model, prompts = tiny_model(), prompts_of(6)
     good, bad = drawn(model, 1), drawn(model, 2)
@@ -191,8 +219,11 @@ def test_a_step_that_is_rolled_back_computes_each_request_with_its_adapter_again
         (lambda m: drawn(m, 1, rank=9), "a rank of at most 8, got 9"),
         (lambda m: drawn(m, 1, targets=("down_proj",)), "adapter_targets has q_proj, v_proj only"),
         (lambda m: "missing/folder", "adapter missing/folder: expected a directory"),
+        (lambda m: Adapter("mine", {}), "adapter mine: expected weights, got none"),
+        (lambda m: of_q(torch.ones(4, 64), torch.ones(64, 1)), r"\[4, 64\] and \[64, 1\]"),
+        (lambda m: of_q(torch.ones(4), torch.ones(64, 4)), r"\[4\] and \[64, 4\]"),
     ],
-    ids=["other sizes", "more layers", "rank", "target", "folder"],
+    ids=["other sizes", "more layers", "rank", "target", "folder", "empty", "ranks", "vector"],
 )
 def test_an_adapter_that_does_not_fit_changes_nothing(make, message):
     model, prompts = tiny_model(), prompts_of(3)

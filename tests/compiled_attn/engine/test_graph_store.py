@@ -51,6 +51,20 @@ def test_a_folder_that_was_asked_for_has_to_work_and_the_default_one_does_not(
     assert "nothing is stored for the next start" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["my store", "it's", 'a"b', "a\\b", "tab\there"])
+def test_a_folder_whose_name_inductor_would_split_is_refused_before_it_is_made(
+    tmp_path, monkeypatch, caplog, name
+):
+    folder = tmp_path / name / "store"
+    with pytest.raises(ConfigError, match="without spaces, quotes and backslashes") as error:
+        store_of("inductor", folder)
+    assert "\n" not in str(error.value) and not folder.exists()
+    assert isinstance(store_of("aoti", folder).backend, StoredAoti)
+    monkeypatch.setattr(graph_store, "default_store", lambda: folder)
+    assert store_of("inductor", True).backend == "inductor"
+    assert "nothing is stored for the next start: expected a store in a folder" in caplog.text
+
+
 def test_without_a_torch_that_can_store_the_default_store_is_left_out(
     tmp_path, monkeypatch, caplog
 ):

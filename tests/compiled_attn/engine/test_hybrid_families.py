@@ -99,7 +99,6 @@ def test_compiled_graphs_are_replayed_stored_and_bundled(family, expected, tmp_p
         **SIZES, "backend": "inductor", "store": str(tmp_path / "store"), "max_graphs": 2,
         "num_blocks": 18, "snapshot_every": 1, "state_memory": "1MB", "weights": "packed",
     }  # fmt: skip
-    # Graphs of some models have a guard on which classes of transformers were made.
     tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path / "chat"))
     engine = engine_of(family, **config)
     check_compiled(engine, expected(family))

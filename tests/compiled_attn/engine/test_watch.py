@@ -9,8 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+from transformers.utils import output_capturing
 
 from compiled_attn.engine import Engine, SamplingParams
+from compiled_attn.models.hf.output_registry import use_own_entries
 from graphs import GraphBudgetExceeded
 from graphs.capture.inputs import with_own_code
 from tests.compiled_attn.engine.small import greedy, plain, small_engine
@@ -67,6 +69,27 @@ def _in_the_middle_of_a_step(engine: Engine) -> Iterator[None]:
 def _compile_something() -> None:
     function = torch.compile(with_own_code(lambda x: x + 2, "of_the_user"), backend="eager")
     assert function(torch.ones(2)).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_later_model_of_another_class_leaves_the_graphs_valid(family):
+    """Models look up what their class can record in one dictionary of all classes."""
+    model = tiny_model(family, num_hidden_layers=2)
+    engine = small_engine(model, backend="aot_eager", max_tokens_per_step=16, max_graphs=1)
+    before = greedy(engine, PROMPTS, 2)
+    known = len(output_capturing._CAN_RECORD_REGISTRY._registry)
+    other = next(each for each in ("cohere", "starcoder2", "olmo2") if not _is_made(each))
+    later = tiny_model(other)
+    assert len(output_capturing._CAN_RECORD_REGISTRY._registry) > known
+    assert greedy(engine, PROMPTS, 2) == before
+    use_own_entries(later)  # as another engine does
+    assert greedy(engine, PROMPTS, 2) == before
+    assert later(torch.tensor([[1, 2]]), output_hidden_states=True).hidden_states is not None
+
+
+def _is_made(family: str) -> bool:
+    registry = output_capturing._CAN_RECORD_REGISTRY
+    return any(f".{family}." in each for each in registry._registry)
 
 
 def test_an_engine_warms_up_and_serves_while_another_one_is_in_the_middle_of_a_step():

@@ -155,6 +155,15 @@ def test_damaged_layers_are_refused_by_name(tmp_path, part, change, message):
         load_model(tmp_path)
 
 
+def test_a_layer_that_lost_the_order_of_its_inputs_is_refused(tmp_path):
+    checkpoint(tmp_path, "gptq", desc_act=True)
+    state = load_file(tmp_path / "model.safetensors")
+    del state[f"{NAME}.g_idx"]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"tensor {NAME}\.g_idx is missing"):
+        load_model(tmp_path)
+
+
 def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path):
     checkpoint(tmp_path, "awq")
     state = load_file(tmp_path / "model.safetensors")

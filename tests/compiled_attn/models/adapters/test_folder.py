@@ -55,6 +55,13 @@ def test_scales_follow_the_settings(parts, changes, scale):
         ({"r": 8}, "expected rank 8 of .*q_proj by its configuration, got 4"),
         ({"lora_alpha": "much"}, "a number as lora_alpha, got 'much'"),
         ({"lora_alpha": float("nan")}, "a number as lora_alpha"),
+        ({"lora_alpha": 10**400}, "a number as lora_alpha"),
+        ({"lora_alpha": 1e300}, "a number as lora_alpha"),
+        ({"init_lora_weights": "lora_ga"}, "changed the base model, too"),
+        ({"arrow_config": {"top_k": 2}}, "arrow_config="),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora="),
+        ({"rank_pattern": ["q_proj"]}, r"expected rank_pattern as an object.*got \['q_proj'\]"),
+        ({"alpha_pattern": {"(": 3}}, "expected alpha_pattern as an object of patterns"),
     ],
 )
 def test_settings_that_are_not_served_are_named(parts, changes, message):
@@ -90,6 +97,12 @@ def test_folders_that_are_none_are_refused_in_one_line(tmp_path, parts):
     whole = saved(tmp_path / "whole", parts, settings(4))
     with pytest.raises(AdapterError, match=r"expected a directory with adapter_config\.json"):
         read_adapter(tmp_path / "missing")
+    for path in ("~nobody_of_this_name/it", "a" * 5000, "a\0b", ""):
+        with pytest.raises(AdapterError, match=r"expected a directory with adapter_config\.json"):
+            read_adapter(path)
+    (whole / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(AdapterError, match=r"adapter_config\.json: cannot be read"):
+        read_adapter(whole)
     (whole / "adapter_config.json").write_text("{")
     with pytest.raises(AdapterError, match=r"adapter_config\.json: cannot be read"):
         read_adapter(whole)
