@@ -105,7 +105,7 @@ def fast_readers() -> Iterator[None]:
         def data(self, mapped: NDArray[Any]) -> None:
             self._plain = np.asarray(mapped)  # keeps the mapping alive
 
-    gguf.GGUFReader = functools.cache(FastReader)  # type: ignore[misc]
+    gguf.GGUFReader = functools.cache(FastReader)  # type: ignore[misc, assignment]
     try:
         yield
     finally:
