@@ -33,7 +33,7 @@ SPILLED = {
     ("D 256", "prefill", "sm_89"): 16,
     ("D 256, float32", "prefill", "sm_120"): 8,
     ("D 1024, e4m3", "decode", "sm_80"): 24,
-    ("D 1024, e4m3", "decode", "gfx942"): 84,
+    ("D 1024, e4m3", "decode", "gfx942"): 88,
     ("D 1024, e4m3", "prefill", "gfx942"): 88,
     ("D 1024, int8", "decode", "gfx942"): 72,
     ("D 1024, int8", "prefill", "gfx942"): 52,
