@@ -60,8 +60,8 @@ def table(folder: Path) -> dict[str, tuple[str, str]]:
         ),
         "tests": ("", _tests(folder / "gpu_tests.txt")),
         "kit": ("", _kit(folder / "gpu_kit.json")),
-        "compute-sanitizer": ("", _list(TOOLS, tools, lambda row: row["state"])),
-        "replays that differ": ("0", _replays(_part(folder, "replays"))),
+        "sanitizer": ("", _list(TOOLS, tools, lambda row: row["state"])),
+        "replays differing": ("0", _replays(_part(folder, "replays"))),
         "engine over generate_batch, vLLM, SGLang": (
             "",
             _list(MODELS, models, _over_engines),
