@@ -60,8 +60,8 @@ def table(folder: Path) -> dict[str, tuple[str, str]]:
         ),
         "tests": ("", _tests(folder / "gpu_tests.txt")),
         "kit": ("", _kit(folder / "gpu_kit.json")),
-        "compute-sanitizer": ("", _list(TOOLS, tools, lambda row: row["state"])),
-        "replays that differ": ("0", _replays(_part(folder, "replays"))),
+        "sanitizer": ("", _list(TOOLS, tools, lambda row: row["state"])),
+        "replays differing": ("0", _replays(_part(folder, "replays"))),
         "engine over generate_batch, vLLM, SGLang": (
             "",
             _list(MODELS, models, _over_engines),
@@ -137,7 +137,9 @@ def _replays(rows: Rows) -> str:
 
 
 def _kit(path: Path) -> str:
-    return str(json.loads(path.read_text())["passed"]) if path.exists() else NOTHING
+    ran = [each for each in _read(path, "cases") if each["steps"]]
+    passed = sum(each["status"] == "passed" for each in ran)
+    return f"{passed} of {len(ran)} cases" if ran else NOTHING
 
 
 def _tests(path: Path) -> str:

@@ -78,7 +78,7 @@ def assert_all_parts(folder: Path) -> None:
     assert [row["different"] for row in found["replays"]["replays"]] == [0, 0]
     (row,) = found["engines"]["engines"]
     assert row["speeds"]["ours"] > 0 and sum(row["shares"].values()) == pytest.approx(1)
-    assert found["goals"]["rows"]["replays that differ (0)"] == ["not measured"]
+    assert found["goals"]["rows"]["replays differing (0)"] == ["not measured"]
 
 
 def test_without_the_device_it_is_skipped_with_a_line(tmp_path, monkeypatch, capsys):

@@ -209,7 +209,7 @@ class FullOnce(Recorded):
 
 @pytest.mark.parametrize("device", ["fake_device", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_an_engine_whose_recording_ran_out_of_memory_serves_and_can_record_again(device):
-    engine = engine_on(device, FullOnce(device), "llama")
+    engine = engine_on(device, FullOnce(device), "llama", strict=False)
     (failed,) = engine.warmup_report.failed
     assert "memory" in failed.error
     assert generated(engine) == on_cpu("llama")
