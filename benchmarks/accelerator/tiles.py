@@ -58,11 +58,11 @@ KINDS = [
 
 def row(kind: Kind, device: torch.device, rounds: int, calls: int) -> dict[str, Any]:
     """Its tiles, for sm_90 and for others, and the seconds of both."""
-    from compiled_attn.ops.triton.launch import attend, compiled
+    from compiled_attn.ops.triton.launch import attend, compile_plan
 
     call, plans = _call_and_plans(kind, device)
     with ThreadPoolExecutor(len(plans)) as threads:
-        list(threads.map(partial(compiled, call), plans.values()))
+        list(threads.map(partial(compile_plan, call), plans.values()))
     kernels = {name: partial(_attend, attend, call, each) for name, each in plans.items()}
     seconds, _ = medians(kernels, rounds, calls, device)
     return {
