@@ -17,7 +17,6 @@ from tests.compiled_attn.ops.triton import test_mutants, test_prompt
 from tests.slow import slow_but
 
 pytestmark = test_mutants.pytestmark
-room = test_mutants.room  # a fixture
 
 BF16 = torch.bfloat16
 MANY = [(20, 50), (1, 33), (33, 33), (2, 17)]
