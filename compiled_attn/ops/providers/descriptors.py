@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,11 @@ from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.providers import flash
 from compiled_attn.ops.providers.base import Paged
 
-__all__ = ["Descriptors"]
+__all__ = ["VARIABLE", "Descriptors"]
+
+VARIABLE = "COMPILED_ATTN_SPECIALIZED"
+"""Set to 1, warmups also measure specialised warps. No device has run them yet, and one that waits
+for a wrong barrier would never end a warmup."""
 
 _MAX_DIM = 128  # larger ones spill registers
 
@@ -34,6 +40,8 @@ class Descriptors:
             return f"needs sm_90 or later, not sm_{major}{minor}"
         if self._specialized and major != 9:
             return f"has specialised warps on sm_90, not on sm_{major}{minor}"
+        if self._specialized and os.environ.get(VARIABLE) != "1":
+            return f"was not run on a device yet: set {VARIABLE}=1 to measure it"
         dim = call.query.shape[2]
         if (self._specialized or major == 12) and dim > _MAX_DIM:
             return f"has head sizes up to {_MAX_DIM} on sm_{major}{minor}, not {dim}"
