@@ -250,6 +250,12 @@ class EngineConfig:
                 f"expected num_blocks or kv_memory, got both, {self.num_blocks} and "
                 f"{self.kv_memory!r}: leave one of them out"
             )
+        targets: object = self.adapter_targets
+        if isinstance(targets, str):
+            raise ConfigError(
+                f"expected adapter_targets as a tuple of names, got {targets!r}: write "
+                f"({targets!r},)"
+            )
         _ = self.state_bytes  # raises if it is no size
         Speculation.of(self.speculate)
         if self.same_bits:

@@ -298,6 +298,11 @@ def test_engines_that_cannot_have_adapters_say_so(tmp_path):
         small_engine(tiny_model(), max_adapters=1, adapter_targets=("nothing_proj",))
 
 
+def test_targets_are_not_the_letters_of_a_name():
+    with pytest.raises(ConfigError, match=r"a tuple of names, got 'q_proj': write \('q_proj',\)"):
+        EngineConfig(max_adapters=1, adapter_targets="q_proj")
+
+
 def test_a_closed_executor_restores_the_layers_of_its_model():
     model, prompts = tiny_model(), prompts_of(2)
     before = {name: type(module) for name, module in model.named_modules()}
