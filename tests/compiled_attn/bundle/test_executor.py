@@ -5,12 +5,20 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from compiled_attn import LLM
-from compiled_attn.bundle import Bundle, BundleError, BundleExecutor, BundleMisfit, folder
+from compiled_attn import LLM, Scorer
+from compiled_attn.bundle import (
+    Bundle,
+    BundleError,
+    BundleExecutor,
+    BundleMisfit,
+    folder,
+    write_bundle,
+)
 from compiled_attn.bundle.executor import SOURCES
-from compiled_attn.engine import Engine, EngineConfig
-from compiled_attn.models import ModelError
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.models import ModelError, load_model
 from tests.compiled_attn.bundle.conftest import PROMPTS, SHORT
 from tests.compiled_attn.bundle.signed import change_json, change_manifest
 
@@ -98,3 +106,23 @@ def test_a_tokenizer_of_other_contents_is_refused(copy):
     change_json(copy, "tokenizer_facts.json", more=1)
     with pytest.raises(ModelError, match=r"expected a tokenizer, got none .* make it again"):
         LLM(bundle=copy)
+
+
+@pytest.mark.slow
+def test_a_bundle_of_an_engine_with_the_same_bits_serves_them(written, tmp_path):
+    shutil.copytree(written.model, model := tmp_path / "model")
+    settings = AutoConfig.from_pretrained(model, intermediate_size=64)  # can be packed
+    AutoModelForCausalLM.from_config(settings).save_pretrained(model)
+    sizes = {"max_seqs": 3, "max_tokens_per_step": 16, "num_blocks": 32, "block_size": 8}
+    config = EngineConfig(**sizes, max_graphs=4, context=128, store=False, same_bits=True)
+    with LLM(model, config) as llm:
+        write_bundle(llm.engine.executor, llm.tokenizer.of_transformers, tmp_path / "b", "tiny")
+    prompts = [[*range(5, 5 + length)] for length in (1, 2, 8, 30, 47)]
+    asked = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, logprobs=0)
+    with LLM(bundle=tmp_path / "b") as llm:
+        results = [*llm.engine.generate(prompts, asked, in_order=True)]
+    scorer = Scorer(load_model(model), config)
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = scorer.score([*prompt, *result.tokens])[len(prompt) - 1 :]
+        assert [each.logprob for each in result.logprobs] == expected.tolist()
+    scorer.close()

@@ -198,7 +198,13 @@ def test_the_number_of_rows_changes_no_bit(ops, kind, inputs):
     for name, call in calls.items():
         with threads(2):
             whole = call(input)
-        for rows in range(1, 131):
+        for rows in (
+            *range(1, 34),
+            *range(47, 51),
+            *range(63, 67),
+            *range(95, 99),
+            *range(127, 131),
+        ):
             with threads(1 + rows % 2):
                 assert torch.equal(call(input[-rows:]), whole[-rows:]), (name, rows)
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_attn.ops.triton.tiles import Plan, Tile
 from tests.compiled_attn.ops.kernels import interpreted
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
+from tests.slow import slow_but
 
 SPLIT = Plan(Tile(16, 16, 4, 1), 5)
 
@@ -54,13 +55,13 @@ def test_the_order_in_which_splits_arrive_changes_no_bit(launch, order):
     step = _mixed()
     want = launch.attend(step.call, SPLIT)
     assert_right(want, step)
-    for seed in range(4):
+    for seed in range(2):
         order.append(random.Random(seed))
         for one, other in zip(launch.attend(step.call, SPLIT), want, strict=True):
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["block", "length", "value"])
+@pytest.mark.parametrize("name", slow_but(("value",), ("block", "length", "value")))
 def test_what_one_split_must_not_read_makes_nan_in_any_order(launch, order, name):
     step = _mixed()
     if name == "block":
