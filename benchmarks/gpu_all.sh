@@ -21,7 +21,6 @@ PARTS=("${@:3}")
 PYTHON=${PYTHON:-python3}
 ARGS=${ARGS:-} # of gpu.py
 KIT=${KIT:-}   # of the conformance kit
-export COMPILED_ATTN_SPECIALIZED=1 # its limits end what hangs
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 failed=0

@@ -12,7 +12,7 @@ from compiled_attn.ops.providers.fa3 import FlashAttention3
 from compiled_attn.ops.providers.flashinfer import FlashInfer
 from compiled_attn.ops.providers.varlen import VarlenKernel
 
-__all__ = ["PROVIDERS", "Paged", "Provider"]
+__all__ = ["PROVIDERS", "UNPROVEN", "Paged", "Provider"]
 
 _ALL: tuple[Provider, ...] = (
     VarlenKernel(), DensePaged(), FlashAttention3(), FlashInfer(),
@@ -21,3 +21,7 @@ _ALL: tuple[Provider, ...] = (
 
 PROVIDERS: dict[str, Provider] = {each.name: each for each in _ALL}
 """By name, in the order in which they are measured."""
+
+UNPROVEN = frozenset({"specialized"})
+"""Names that warmups do not measure: no device has run them yet, and a kernel that waits for a
+wrong barrier would never end a warmup. Plans that name them use them."""

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
 from torch import Tensor
 
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.providers import flash
 from compiled_attn.ops.providers.base import Paged
 
-__all__ = ["VARIABLE", "Descriptors"]
-
-VARIABLE = "COMPILED_ATTN_SPECIALIZED"
-"""Set to 1, warmups also measure specialised warps. No device has run them yet, and one that waits
-for a wrong barrier would never end a warmup."""
+__all__ = ["Descriptors"]
 
 _MAX_DIM = 128  # larger ones spill registers
 
@@ -33,15 +26,13 @@ class Descriptors:
 
     def why_not(self, call: PagedCall) -> str | None:
         """See `compiled_attn.ops.providers.Provider`."""
-        if lacks := _lacks_device(call.query.device):
+        if lacks := flash.lacks_device(call.query.device):
             return lacks
         major, minor = flash.capability(call.query.device)
         if major < 9:
             return f"needs sm_90 or later, not sm_{major}{minor}"
         if self._specialized and major != 9:
             return f"has specialised warps on sm_90, not on sm_{major}{minor}"
-        if self._specialized and os.environ.get(VARIABLE) != "1":
-            return f"was not run on a device yet: set {VARIABLE}=1 to measure it"
         dim = call.query.shape[2]
         if (self._specialized or major == 12) and dim > _MAX_DIM:
             return f"has head sizes up to {_MAX_DIM} on sm_{major}{minor}, not {dim}"
@@ -54,9 +45,3 @@ class Descriptors:
         from compiled_attn.ops.triton.prompt_launch import attend
 
         return attend(call, paged, specialized=self._specialized)
-
-
-def _lacks_device(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.hip:
-        return f"runs on NVIDIA's devices, not on {'AMD' if torch.version.hip else device.type}"
-    return None

@@ -7,14 +7,21 @@ from torch import Tensor
 
 from compiled_attn.ops.call import PagedCall
 
-__all__ = ["capability", "lacks", "own_rows", "window_of"]
+__all__ = ["capability", "lacks", "lacks_device", "own_rows", "window_of"]
 
 _MAX_HEAD_DIM = 256
 
 
 def lacks(call: PagedCall, *, softcap: bool = False) -> str | None:
     """Returns what such a kernel does not support of a call, or None; softcap: it has that."""
-    return _lacks_scores(call, softcap) or _lacks_sizes(call) or _lacks_device(call.query.device)
+    return _lacks_scores(call, softcap) or _lacks_sizes(call) or lacks_device(call.query.device)
+
+
+def lacks_device(device: torch.device) -> str | None:
+    """Returns that a device is not one of NVIDIA's, or None."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"runs on NVIDIA's devices, not on {'AMD' if torch.version.hip else device.type}"
+    return None
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -39,12 +46,6 @@ def own_rows(call: PagedCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]
     is_own = ((row >= starts[0]) & (row < starts[-1]))[:, None]
     lse = torch.where(is_own & ~lse.t().isinf(), lse.t(), float("-inf"))
     return torch.where(is_own[:, None], out, 0.0), lse.contiguous()
-
-
-def _lacks_device(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.hip:
-        return f"runs on NVIDIA's devices, not on {'AMD' if torch.version.hip else device.type}"
-    return None
 
 
 def _lacks_scores(call: PagedCall, softcap: bool) -> str | None:

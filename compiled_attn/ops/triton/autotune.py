@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.ops.call import NewTokens, PagedCall
-from compiled_attn.ops.providers import PROVIDERS
+from compiled_attn.ops.providers import PROVIDERS, UNPROVEN
 from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend, compile_plan
 from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of, failed
@@ -136,6 +136,9 @@ def _or_provider(problem: Problem, best: Plan, call: PagedCall, clock: Clock) ->
     for name, provider in PROVIDERS.items():
         if lacks := provider.why_not(call):
             _log.info("%s is not measured: it %s", name, lacks)
+            continue
+        if name in UNPROVEN:
+            REFUSED[device, problem, name] = "was not run on a device yet", None
             continue
         plan = best._replace(kernel=name)
         try:

@@ -64,7 +64,7 @@ def on_device(call: PagedCall) -> PagedCall:
 
 def as_if_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     """As if the tensors of the tests were on a device."""
-    monkeypatch.setattr(flash, "_lacks_device", lambda device: None)
+    monkeypatch.setattr(flash, "lacks_device", lambda device: None)
     monkeypatch.setattr(flash, "capability", lambda device: capability)
 
 

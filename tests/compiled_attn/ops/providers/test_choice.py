@@ -92,6 +92,14 @@ def test_the_fastest_of_those_that_can_is_taken(install):
     assert kernel_of() == "triton"
 
 
+def test_a_kernel_that_no_device_has_run_is_not_measured(install, monkeypatch):
+    (fake,) = install(Fake("specialized"))
+    monkeypatch.setitem(TIMES, "specialized", 1.0)
+    assert kernel_of() == "triton"
+    assert fake.served == 0
+    assert REFUSED[CPU, PROBLEM, "specialized"] == ("was not run on a device yet", None)
+
+
 def test_of_equally_fast_kernels_that_of_triton_is_taken(install, monkeypatch):
     monkeypatch.setitem(TIMES, "slow", TIMES["triton"])
     install(Fake("slow"))

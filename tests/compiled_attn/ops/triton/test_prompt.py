@@ -198,17 +198,6 @@ def test_a_device_may_lack_what_it_needs(monkeypatch, specialized, capability, d
     kernel = descriptors.Descriptors("descriptors", specialized=specialized)
     call = scene([(2, 5)], **{**BF16, "size": 128, "dim": dim}).call
     assert kernel.why_not(call) == "runs on NVIDIA's devices, not on cpu"
-    monkeypatch.setenv(descriptors.VARIABLE, "1")
     monkeypatch.setattr(flash, "capability", lambda _: capability)
-    monkeypatch.setattr(descriptors, "_lacks_device", lambda _: None)
+    monkeypatch.setattr(flash, "lacks_device", lambda _: None)
     assert kernel.why_not(call) == reason
-
-
-def test_specialised_warps_are_measured_only_if_asked_for(monkeypatch):
-    interpreted()
-    monkeypatch.delenv(descriptors.VARIABLE, raising=False)
-    monkeypatch.setattr(flash, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(descriptors, "_lacks_device", lambda _: None)
-    kernel = descriptors.Descriptors("specialized", specialized=True)
-    reason = kernel.why_not(scene([(2, 5)], **{**BF16, "size": 128, "dim": 16}).call)
-    assert reason == ("was not run on a device yet: set COMPILED_ATTN_SPECIALIZED=1 to measure it")
