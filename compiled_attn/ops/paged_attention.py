@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections import UserDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -281,11 +282,12 @@ def load_library(library: Path, isa: str) -> NativeOps:
     return ops
 
 
-# The ops registered in this process: torch allows one per name.
-_OPS: dict[str, NativeOps] = {}
-_LIBRARIES: list[torch.library.Library] = []
+# What this process has registered and builds. Graphs do not depend on it: stores read dicts and
+# lists of a module into their keys, but not these types.
+_OPS: UserDict[str, NativeOps] = UserDict()  # torch allows one implementation per name
+_LIBRARIES: deque[torch.library.Library] = deque()
+_AHEAD: deque[threading.Thread] = deque()  # build the kernels
 _LOCK = threading.Lock()
-_AHEAD: list[threading.Thread] = []  # build the kernels
 
 
 def _register(

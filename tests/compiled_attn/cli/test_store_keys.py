@@ -6,8 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+
+from compiled_attn.ops import load
+from compiled_attn.ops import paged_attention as loader
+from compiled_attn.ops.cpu.build import Build
+from graphs.store.values import digest_of_globals
 
 # Prints what the key of the first graph is made of, instead of a capture.
 _FIRST_FACTORS = """
@@ -46,3 +54,16 @@ def test_commands_have_the_same_keys(chat_dir, tmp_path):
     for name, factors in found.items():
         differs = {key for key in factors if factors[key] != found["LLM"][key]}
         assert not differs, name
+
+
+def test_a_process_that_builds_the_kernels_has_the_keys_of_the_next_one(monkeypatch):
+    ops = load()
+    before = digest_of_globals(loader)
+    built = replace(ops, build=Build(Path("elsewhere"), ops.isa, seconds=20.0))
+    monkeypatch.setitem(loader._OPS, ops.namespace, built)
+    thread = threading.Thread()
+    loader._AHEAD.append(thread)
+    try:
+        assert digest_of_globals(loader) == before
+    finally:
+        loader._AHEAD.remove(thread)
