@@ -138,11 +138,11 @@ class GroupedInputs {
   // Rounds a block to int8, also in place, in the order of a quad's bytes. A block with a number
   // that is not finite has the scale NaN.
   static CA_INLINE void quantise(float* block, int8_t* to, float* scale) {
-    int32_t largest = 0;
-    for (int k = 0; k < kCodeBlock; ++k)
-      largest = std::max(largest, bit_cast<int32_t>(block[k]) & 0x7fffffff);
-    const float size = bit_cast<float>(largest);
-    const bool is_finite = largest < 0x7f800000;
+    Ints largest{};
+    for (int k = 0; k < kCodeBlock; k += kLanes)
+      largest = max(largest, bit_cast<Ints>(load(block + k)) & 0x7fffffff);
+    const float size = bit_cast<float>(hmax(largest));
+    const bool is_finite = size < INFINITY;
     *scale = is_finite ? size / 127 : NAN;
     const float inverse = is_finite && size > 0x1p-118f ? 127 / size : 0;
     for (int k = 0; k < kCodeBlock; k += kLanes) {
@@ -151,11 +151,28 @@ class GroupedInputs {
       const Floats finite = is_finite ? load(block + k) : Floats{};
       const Floats shifted = finite * splat(inverse) + splat(kShift);
       store(block + k, (shifted - splat(kShift)) * splat(*scale));
-      typedef uint32_t Quads __attribute__((vector_size(kLanes)));
-      Quads quads = bit_cast<Quads>(__builtin_convertvector(bit_cast<Ints>(shifted), I8s));
-      quads = (quads & 0xff0000ff) | (quads & 0xff00) << 8 | (quads >> 8 & 0xff00);
-      std::memcpy(to + k, &quads, sizeof quads);
+      store_quads(to + k, bit_cast<Ints>(shifted));
     }
+  }
+
+  // Stores the lowest byte of each lane, in the order of a quad's bytes.
+  static CA_INLINE void store_quads(int8_t* to, Ints v) {
+    // GCC would convert lane by lane.
+#if defined(__AVX512F__)
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)v), order);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+#elif defined(__AVX2__)
+    const __m256i first = _mm256_set1_epi32(0x0c040800);  // bytes of four lanes
+    const __m256i bytes = _mm256_shuffle_epi8((__m256i)v, first);
+    const int32_t quads[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+    std::memcpy(to, quads, sizeof quads);
+#else
+    typedef uint32_t Quads __attribute__((vector_size(kLanes)));
+    Quads quads = bit_cast<Quads>(__builtin_convertvector(v, I8s));
+    quads = (quads & 0xff0000ff) | (quads & 0xff00) << 8 | (quads >> 8 & 0xff00);
+    std::memcpy(to, &quads, sizeof quads);
+#endif
   }
 
   const PackedLinearArgs& args_;

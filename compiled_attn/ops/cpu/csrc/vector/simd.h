@@ -184,6 +184,8 @@ CA_INLINE Ints round_to_int(Floats v) { return bit_cast<Ints>(_mm256_cvtps_epi32
 CA_INLINE Ints max(Ints a, Ints b) {
   return bit_cast<Ints>(_mm256_max_epi32((__m256i)a, (__m256i)b));
 }
+#endif
+#if !defined(__AVX512F__)
 CA_INLINE int32_t hmax(Ints v) {
   int32_t result = v[0];
   for (int i = 1; i < kLanes; ++i) result = v[i] > result ? v[i] : result;
