@@ -6,8 +6,9 @@ native call: inputs, settings of torch, globals, attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -85,8 +86,8 @@ def _direct_path(function: Any, examples: tuple[Input, ...]) -> DirectCall | Non
         if holds(inputs):
             return ""
         found = guards.root.check_verbose({"inputs": inputs, name: called})
-        failed = [*found.verbose_code_parts, "a guard of the graph"]
-        return str(failed[0]).split("  #")[0].strip()
+        parts = [str(part).split("  #")[0].strip() for part in found.verbose_code_parts]
+        return next(filter(partial(_fails, {"inputs": inputs}), parts), "a guard of the graph")
 
     with torch.set_grad_enabled(not torch.is_grad_enabled()):
         sees_modes = not holds(examples)
@@ -113,6 +114,14 @@ DIRECT_CALL = Feature(
     probe=_probe,
     benchmark="benchmarks/dispatch.py",
 )
+
+
+def _fails(scope: Mapping[str, Any], guard: str) -> bool:
+    # Dynamo names all relations of sizes where one of them fails.
+    try:
+        return not eval(guard, {"L": scope, "torch": torch})
+    except Exception:  # names something else
+        return True
 
 
 def _is_guarded(

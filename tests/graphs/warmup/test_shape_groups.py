@@ -193,6 +193,19 @@ def test_a_bucket_that_does_not_fit_gets_a_graph_that_others_may_share(caplog):
             assert torch.equal(manager.run(bucket, x), by_size(x))
 
 
+def test_the_reason_is_the_size_that_does_not_fit_not_another_relation():
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        return by_size(x + y)
+
+    space = linear(tokens=(4, 4, 12))
+    _, report = warm(
+        both, space, lambda b: [torch.ones(b.tokens), torch.ones(b.tokens)], symbolic=("tokens",)
+    )
+    assert [r.why_alone for r in report.results if r.why_alone] == [
+        "it does not fit step[tokens]: 11 <= x.size()[0]"
+    ]
+
+
 def test_a_constant_that_differs_between_buckets_is_never_shared():
     space = linear(tokens=(4, 4, 12))
     manager, report = warm(
