@@ -221,8 +221,10 @@ class NamedAdapters:
                 model, or has a larger rank than ``max_adapter_rank``; its name is in use; or there
                 are ``max_adapters`` already. Nothing has changed then.
         """
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"expected a name for an adapter, got {quoted(name)}: pass a text")
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise ConfigError(
+                f"expected a name for an adapter, got {quoted(name)}: pass a line of text"
+            )
         pool = self._pool_for(name)
         if name in self._by_name:
             raise AdapterError(

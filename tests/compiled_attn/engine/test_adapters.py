@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -282,8 +283,11 @@ def test_names_are_unique_and_places_are_counted(tmp_path):
     model = tiny_model()
     folder = saved(tmp_path / "it", tensors(model, ("q_proj",), 4, 0), settings(4))
     engine = small_engine(tiny_model(), max_adapters=1)
-    with pytest.raises(ConfigError, match="expected a name for an adapter, got ''"):
-        engine.adapters.add("", folder)
+    for name in ("", "two\nlines"):
+        with pytest.raises(
+            ConfigError, match=f"a name for an adapter, got {re.escape(repr(name))}"
+        ):
+            engine.adapters.add(name, folder)
     engine.adapters.add("one", folder)
     with pytest.raises(AdapterError, match="expected a new name for an adapter, got 'one'"):
         engine.adapters.add("one", folder)
