@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import token_logprobs
+from compiled_attn.engine.sampling import token_ids
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.errors import ConfigError
 from compiled_attn.models.hf import context_limit
@@ -73,10 +74,14 @@ class Scorer:
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Returns the logits ``[len(tokens), vocab]`` after each token, in the model's dtype.
 
+        Args:
+            tokens: integers of Python or numpy, or a tensor ``[n]``.
+
         Raises:
-            ValueError: no tokens, one that is not in the vocabulary, or more than the context.
+            ValueError: no tokens, no integers, one that is not in the vocabulary, or more than the
+                context.
         """
-        executor, sizing = self._executor, self._executor.sizing
+        executor, sizing, tokens = self._executor, self._executor.sizing, token_ids(tokens)
         _check(tokens, sizing.vocab, sizing.context)
         executor.check_unchanged()
         blocks = range(1, -(-len(tokens) // sizing.block_size) + 1)
@@ -98,6 +103,7 @@ class Scorer:
         Raises:
             ValueError: see `logits`.
         """
+        tokens = token_ids(tokens)
         logits = self.logits(tokens)[:-1]
         return torch.from_numpy(token_logprobs(logits, tokens[1:]))
 
@@ -115,7 +121,7 @@ def score(model: Any, tokens: Sequence[int], *, config: EngineConfig | None = No
 
     Args:
         model, config: see `Scorer`.
-        tokens: ids of the whole sequence.
+        tokens: ids of the whole sequence, see `Scorer.logits`.
 
     Returns:
         ``[len(tokens) - 1]`` float64.

@@ -106,6 +106,7 @@ class ModelOptions:
     num_blocks: int | None = setting("num_blocks")
     kv_memory: str | None = setting("kv_memory", metavar="SIZE")
     state_memory: str | None = setting("state_memory", metavar="SIZE")
+    snapshot_every: int | None = setting("snapshot_every")
     kv_dtype: str = setting("kv_dtype")
 
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -20,6 +20,7 @@ from compiled_attn.engine.request_state import RequestState
 from compiled_attn.errors import AdapterError
 from compiled_attn.models.adapters import Adapter, AdapterPool, PeftAdapters, read_adapter
 from compiled_attn.models.load import unwrap
+from compiled_attn.ops.lora import MAX_RANK
 from graphs import BucketSpace
 from graphs.errors import quoted
 
@@ -74,6 +75,7 @@ def with_adapters(
 
     Raises:
         AdapterError: one cannot be read, or is of a kind that is not served.
+        ConfigError: the configuration has ``same_bits``.
     """
     read = {
         name: source if isinstance(source, Adapter) else read_adapter(source)
@@ -81,13 +83,18 @@ def with_adapters(
     }
     if not read or config.max_adapters:
         return config, read
+    if config.same_bits:
+        names = ", ".join(map(repr, read))
+        raise ConfigError(
+            f"expected no adapters with same_bits, got {names}: merge them into the model"
+        )
     targets = {path.rpartition(".")[2] for each in read.values() for path in each.weights}
-    rank = max(each.rank for each in read.values())
+    rank = min(max(each.rank for each in read.values()), MAX_RANK)
     return replace(
         config,
         max_adapters=len(read),
         max_adapter_rank=rank,
-        adapter_targets=tuple(sorted(targets)),
+        adapter_targets=config.adapter_targets or tuple(sorted(targets)),
     ), read
 
 
@@ -156,6 +163,10 @@ class ServedAdapter(NamedTuple):
 _NONE = ServedAdapter(0, b"")
 
 
+class _Waiting(Protocol):
+    adapter: ServedAdapter | None
+
+
 class NamedAdapters:
     """Adds and removes LoRA adapters between steps, without a capture, while others are in use.
 
@@ -167,7 +178,12 @@ class NamedAdapters:
     Args:
         pool: of the executor; None: it has none.
         requests: the open ones, which changes.
+
+    Attributes:
+        waiting: requests that were accepted and are not open yet, which changes.
     """
+
+    waiting: Collection[_Waiting] = ()
 
     def __init__(self, pool: AdapterPool | None, requests: Mapping[int, RequestState]) -> None:
         self._pool, self._requests = pool, requests
@@ -205,8 +221,10 @@ class NamedAdapters:
                 model, or has a larger rank than ``max_adapter_rank``; its name is in use; or there
                 are ``max_adapters`` already. Nothing has changed then.
         """
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"expected a name for an adapter, got {quoted(name)}: pass a text")
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise ConfigError(
+                f"expected a name for an adapter, got {quoted(name)}: pass a line of text"
+            )
         pool = self._pool_for(name)
         if name in self._by_name:
             raise AdapterError(
@@ -215,7 +233,9 @@ class NamedAdapters:
         adapter = source if isinstance(source, Adapter) else read_adapter(source)
         pool.check(adapter)
         used = {each.slot for each in self._by_name.values()}
-        used |= {each.adapter for each in self._requests.values()} - {0}
+        used |= {each.adapter.slot for each in self.waiting if each.adapter}
+        used |= {each.adapter for each in self._requests.values()}
+        used.discard(0)
         slot = next((each for each in range(1, pool.slots) if each not in used), None)
         if slot is None:
             raise AdapterError(
@@ -227,7 +247,7 @@ class NamedAdapters:
         self._by_name[name] = ServedAdapter(slot, secrets.token_bytes(16))
 
     def remove(self, name: str) -> None:
-        """Removes an adapter; its open requests finish with it.
+        """Removes an adapter; requests that were accepted finish with it.
 
         Raises:
             ConfigError: there is no adapter of that name.

@@ -83,7 +83,8 @@ class StateSize:
             raise ConfigError(
                 f"a state that does not fit: expected at most {available:,} bytes, which this "
                 f"machine has, got {size.bytes:,} bytes for {size.slots} slots of "
-                f"{bytes_per_slot:,} bytes: lower max_seqs (--max-seqs) or state_memory"
+                f"{bytes_per_slot:,} bytes: lower max_seqs (--max-seqs) or "
+                "state_memory (--state-memory)"
             )
         return size
 

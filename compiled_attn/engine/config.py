@@ -151,7 +151,7 @@ class EngineConfig:
     max_adapters: int = setting(
         0, "LoRA adapters at most, which may be added and removed while serving.", least=0
     )
-    max_adapter_rank: int = setting(16, "Largest rank of an adapter.", least=1)
+    max_adapter_rank: int = setting(16, "Largest rank of an adapter, 1024 at most.", least=1)
     adapter_targets: tuple[str, ...] = setting(
         (),
         "Last parts of the names of the layers that adapters may change, such as q_proj,v_proj; by "
@@ -227,6 +227,7 @@ class EngineConfig:
         # Imported late: a command's help needs no torch.
         from compiled_attn.cache.quantisation import KV_DTYPES
         from compiled_attn.ops import CHOICES
+        from compiled_attn.ops.lora import MAX_RANK
 
         for each in fields(self):
             size, least = getattr(self, each.name), each.metadata["least"]
@@ -249,6 +250,11 @@ class EngineConfig:
             raise ConfigError(
                 f"expected num_blocks or kv_memory, got both, {self.num_blocks} and "
                 f"{self.kv_memory!r}: leave one of them out"
+            )
+        if self.max_adapter_rank > MAX_RANK:
+            raise ConfigError(
+                f"expected max_adapter_rank <= {MAX_RANK}, got {self.max_adapter_rank}: merge "
+                "adapters of a larger rank into the model"
             )
         targets: object = self.adapter_targets
         if isinstance(targets, str):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
-from compiled_attn.engine.adapters import NamedAdapters
+from compiled_attn.engine.adapters import NamedAdapters, ServedAdapter
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
@@ -144,6 +144,7 @@ class Engine:
         *,
         salt: Salt = None,
         arrived_s: float | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> int:
         """Queues a request and returns its id; `step` returns its tokens.
 
@@ -152,6 +153,7 @@ class Engine:
             sampling: how it is continued.
             salt: only requests of equal salt share cached prefixes, such as those of one tenant.
             arrived_s: when it arrived, on the clock of `time.perf_counter`; None: now.
+            adapter: of `adapters.of`, before it was removed; None: what ``sampling`` names now.
 
         Raises:
             ConfigError: the request can never be served: too long for the context, the pool or
@@ -159,7 +161,8 @@ class Engine:
                 grammar cannot be compiled.
         """
         sampling = SamplingParams() if sampling is None else sampling
-        return self.enter(token_ids(prompt), sampling, salt, arrived_s, self._events, None)
+        given = salt, arrived_s, self._events, None, adapter
+        return self.enter(token_ids(prompt), sampling, *given)
 
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns the tokens of requests that `submit` queued.
@@ -212,13 +215,9 @@ class Engine:
             in_order: results in the order of the prompts, and of the ``n`` continuations of each.
         """
         stream = self.stream(
-            prompts,
-            sampling,
-            salt=salt,
-            arrivals=arrivals,
-            concurrency=concurrency,
+            prompts, sampling, salt=salt, arrivals=arrivals, concurrency=concurrency,
             on_step=on_step,
-        )
+        )  # fmt: skip
         return results_of(stream, in_order=in_order)
 
     def stream(
@@ -285,12 +284,14 @@ class Engine:
         sampling: SamplingParams,
         salt: Salt = None,
         arrived_s: float | None = None,
-    ) -> None:
-        """Raises ConfigError if a request can never be served; compiles its grammar."""
+        adapter: ServedAdapter | None = None,
+    ) -> ServedAdapter:
+        """Returns the adapter of a request; raises ConfigError if it can never be served."""
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         check_fits(self.sizing, prompt, sampling)
-        self.adapters.of(sampling.adapter)
+        adapter = adapter or self.adapters.of(sampling.adapter)
         self._constraint(sampling, len(prompt))
+        return adapter
 
     def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
         grammar, grammars = sampling.grammar, self.grammars
@@ -310,15 +311,15 @@ class Engine:
         arrived_s: float | None,
         events: deque[TokenEvent],
         name: tuple[int, int] | None,
+        adapter: ServedAdapter | None = None,
     ) -> int:
         """Queues a request, as `submit`, whose events go to a queue.
 
         ``name`` is the index and the choice of its events; None: its id and 0.
         """
-        self.check(prompt, sampling, salt, arrived_s)
+        adapter = self.check(prompt, sampling, salt, arrived_s, adapter)
         request_id = next(self._ids)
         index, choice = (request_id, 0) if name is None else name
-        adapter = self.adapters.of(sampling.adapter)
         sequence = RequestState(
             request_id, prompt, len(prompt), sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),

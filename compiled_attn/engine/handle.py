@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.adapters import ServedAdapter
 from compiled_attn.engine.request_state import GenerationResult, TokenEvent
 from compiled_attn.engine.sampling import SamplingParams
 
@@ -54,6 +55,8 @@ class RequestHandle:
     first: RequestHandle | None = field(default=None, repr=False)
     has_begun: bool = field(default=False, init=False)
     """Whether its prompt was computed, or it has finished."""
+    adapter: ServedAdapter | None = field(default=None, init=False, repr=False)
+    """What its adapter's name meant when it was accepted."""
     request_id: int | None = field(default=None, init=False)
     """Its id in the engine, that of its events and its result; None before the engine has it."""
     _events: deque[TokenEvent] = field(default_factory=deque, init=False, repr=False)

@@ -145,7 +145,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float64]
 
 def _chosen(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float64]:
     rows = torch.arange(len(logits), device=logits.device)
-    at = torch.tensor(tokens, device=logits.device)
+    at = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
     chosen: NDArray[np.float64] = logits[rows, at].double().detach().cpu().numpy()
     return chosen
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from compiled_attn.cache.blocks.prefix import Salt
-from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.adapters import NamedAdapters, ServedAdapter
+from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.handle import RequestHandle, wake
 from compiled_attn.engine.request_state import TokenEvent
 from compiled_attn.engine.sampling import SamplingParams
@@ -30,6 +31,7 @@ _REMEDY = "make another AsyncEngine"
 class OwnedEngine(Protocol):
     """What an `Owner` needs of an engine."""
 
+    adapters: NamedAdapters
     config: EngineConfig
     warmup_report: WarmupReport | None
 
@@ -47,6 +49,7 @@ class OwnedEngine(Protocol):
         *,
         salt: Salt = None,
         arrived_s: float | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> int:
         """Queues a request and returns its id."""
 
@@ -83,6 +86,7 @@ class Owner:
         self._why_ended: EngineStopped | None = None
         # The thread's own: these wait for a grammar or for another request.
         self._outside: list[RequestHandle] = []
+        engine.adapters.waiting = self._outside
         self._open: dict[int, RequestHandle] = {}  # the thread's own
         self._is_stepping = False  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -199,9 +203,10 @@ class Owner:
                 if self._engine.warmup_report is None:
                     self._engine.warmup(self._report_progress)
                 while self._has_work():
+                    calls = len(self._calls)  # what was submitted before these enters first
                     self._enter_all()
                     self._drop_cancelled()
-                    self._run_calls()
+                    self._run_calls(calls)
                     if self._engine.has_work:
                         self._deliver(self._step())
         except _StoppedEarly:
@@ -238,8 +243,16 @@ class Owner:
 
     def _enter_all(self) -> None:
         with self._changed:
-            self._outside += self._inbox
+            accepted = [*self._inbox]
+            self._outside += accepted
             self._inbox.clear()
+        for handle in accepted:
+            try:
+                handle.adapter = self._engine.adapters.of(handle.sampling.adapter)
+            except ConfigError as error:  # it was removed after the check
+                self._outside.remove(handle)
+                handle.fail(error)
+                wake([handle])
         for handle in [each for each in self._outside if each.may_enter]:
             self._outside.remove(handle)
             try:
@@ -255,8 +268,9 @@ class Owner:
         if handle.compiled is not None:
             handle.compiled.result()
         handle.request_id = self._engine.submit(
-            handle.prompt, handle.sampling, salt=handle.salt, arrived_s=handle.arrived_s
-        )
+            handle.prompt, handle.sampling, salt=handle.salt, arrived_s=handle.arrived_s,
+            adapter=handle.adapter,
+        )  # fmt: skip
         self._open[handle.request_id] = handle
 
     def _drop_cancelled(self) -> None:
@@ -274,8 +288,8 @@ class Owner:
             elif handle.request_id in self._open:
                 self._abort(handle, error)
 
-    def _run_calls(self) -> None:
-        while self._calls:
+    def _run_calls(self, count: int) -> None:
+        for _ in range(count):
             function, seen = self._calls.popleft()
             try:
                 seen.set_result(function(self._engine))

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.adapters import ServedAdapter
 from compiled_attn.engine.request_state import RequestState, TokenEvent
 from compiled_attn.engine.speculation.drafter import Drafter, DraftSource, Ngrams
 from compiled_attn.engine.speculation.sources import source_of
@@ -96,9 +97,10 @@ class RankEngine(Engine):
         arrived_s: float | None,
         events: deque[TokenEvent],
         name: tuple[int, int] | None,
+        adapter: ServedAdapter | None = None,
     ) -> int:
         """See `Engine.enter`."""
-        request_id = super().enter(prompt, sampling, salt, arrived_s, events, name)
+        request_id = super().enter(prompt, sampling, salt, arrived_s, events, name, adapter)
         self._unsent.append(
             _Submitted(request_id, prompt, self._requests[request_id].sampling, salt)
         )

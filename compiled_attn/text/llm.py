@@ -74,6 +74,7 @@ class LLM:
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded; a `BundleError` of a bundle.
+        AdapterError: an adapter cannot be read, or does not fit.
         ConfigError, graphs.CaptureError, ValueError: see `compiled_attn.engine.Engine`.
         TypeError: a model object without a tokenizer, or with a dtype or device; neither a model
             nor a bundle; or another kind of `config` or `progress`.

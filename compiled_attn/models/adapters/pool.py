@@ -14,6 +14,7 @@ from compiled_attn.errors import AdapterError
 from compiled_attn.models.adapters.adapter import Adapter
 from compiled_attn.models.adapters.layers import AdaptedLinear, features_of
 from compiled_attn.models.adapters.peft_model import PeftAdapters
+from compiled_attn.ops.lora import MAX_RANK
 
 __all__ = ["AdapterPool", "bytes_of_slots"]
 
@@ -117,7 +118,7 @@ class AdapterPool:
         if adapter.rank > self.max_rank:
             raise AdapterError(
                 f"{where}: expected a rank of at most {self.max_rank}, got {adapter.rank}: raise "
-                "max_adapter_rank (--max-adapter-rank)"
+                f"max_adapter_rank (--max-adapter-rank), up to {MAX_RANK}"
             )
         for name, weight in adapter.weights.items():
             layer = self.layers.get(name)

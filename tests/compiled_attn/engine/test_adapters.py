@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, cache_size
+from compiled_attn.engine import (
+    AsyncEngine,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    RequestHandle,
+    SamplingParams,
+    cache_size,
+)  # fmt: skip
+from compiled_attn.engine.adapters import with_adapters
 from compiled_attn.errors import AdapterError
-from compiled_attn.models.adapters import Adapter, LoraWeight, bytes_of_slots
+from compiled_attn.models.adapters import Adapter, AdapterPool, LoraWeight, bytes_of_slots
 from tests.compiled_attn.engine.small import SIZES, prompts_of, small_engine
 from tests.compiled_attn.models.adapters.lora import drawn, merged, saved, settings, tensors
 from tests.compiled_attn.models.hf.families import small_model
@@ -172,6 +182,37 @@ def test_requests_of_a_stream_that_lose_their_adapter_before_they_begin_end_with
             assert result.tokens == expected(model, [prompts[index]], [used])[0]
 
 
+def test_accepted_continuations_keep_their_adapter_when_it_is_removed():
+    model, (prompt, *_) = tiny_model(), prompts_of(1, longest=40)
+    first, second = drawn(model, 1), drawn(model, 2)
+    engine = small_engine(tiny_model(), max_adapters=1)
+    engine.adapters.add("one", first)
+    with AsyncEngine(engine) as serving:
+
+        def submit(count: int) -> list[RequestHandle]:
+            return serving.submit_together([(prompt, sampling("one", n=count))])
+
+        handles = submit(3)
+        serving.call(lambda own: own.adapters.remove("one"))
+        with pytest.raises(ConfigError, match="got 'one': add it"):
+            submit(1)
+        results = [each.result() for each in handles]
+        wanted = expected(model, [prompt], [first])
+        assert [each.tokens for each in results] == wanted * 3
+
+        def replace_while_one_waits(own: Engine) -> None:
+            own.adapters.remove("one")
+            own.adapters.add("two", second)
+
+        serving.call(lambda own: own.adapters.add("one", first))
+        computing, waiting = submit(2)
+        computing.cancel()
+        with pytest.raises(AdapterError, match="1 that requests still use"):
+            serving.call(replace_while_one_waits)
+        assert waiting.result().tokens == wanted[0]
+        serving.call(lambda own: own.adapters.add("two", second))
+
+
 def test_an_adapter_of_nan_ends_its_own_requests_only():
     model, prompts = tiny_model(), prompts_of(6)
     good, bad = drawn(model, 1), drawn(model, 2)
@@ -242,8 +283,11 @@ def test_names_are_unique_and_places_are_counted(tmp_path):
     model = tiny_model()
     folder = saved(tmp_path / "it", tensors(model, ("q_proj",), 4, 0), settings(4))
     engine = small_engine(tiny_model(), max_adapters=1)
-    with pytest.raises(ConfigError, match="expected a name for an adapter, got ''"):
-        engine.adapters.add("", folder)
+    for name in ("", "two\nlines"):
+        with pytest.raises(
+            ConfigError, match=f"a name for an adapter, got {re.escape(repr(name))}"
+        ):
+            engine.adapters.add(name, folder)
     engine.adapters.add("one", folder)
     with pytest.raises(AdapterError, match="expected a new name for an adapter, got 'one'"):
         engine.adapters.add("one", folder)
@@ -301,6 +345,29 @@ def test_engines_that_cannot_have_adapters_say_so(tmp_path):
 def test_targets_are_not_the_letters_of_a_name():
     with pytest.raises(ConfigError, match=r"a tuple of names, got 'q_proj': write \('q_proj',\)"):
         EngineConfig(max_adapters=1, adapter_targets="q_proj")
+
+
+def test_a_rank_that_no_kernel_has_is_refused_where_it_is_given():
+    with pytest.raises(ConfigError, match="expected max_adapter_rank <= 1024, got 1025: merge"):
+        EngineConfig(max_adapters=1, max_adapter_rank=1025)
+    adapter = drawn(tiny_model(), 1, rank=1025)
+    config, _ = with_adapters(EngineConfig(), {"large": adapter})
+    assert config.max_adapter_rank == 1024
+    with pytest.raises(AdapterError, match="at most 1024, got 1025: raise max_adapter_rank"):
+        AdapterPool(1, 1024, (), 1).check(adapter)
+
+
+def test_targets_that_were_given_are_not_replaced_by_those_of_adapters():
+    given = {"both": drawn(tiny_model(), 1)}
+    for targets, expected in (((), ("q_proj", "v_proj")), (("q_proj",), ("q_proj",))):
+        config, _ = with_adapters(EngineConfig(adapter_targets=targets), given)
+        assert config.adapter_targets == expected and config.max_adapters == 1
+
+
+def test_adapters_are_refused_by_name_with_the_same_bits():
+    given = {"sql": drawn(tiny_model(), 1)}
+    with pytest.raises(ConfigError, match="no adapters with same_bits, got 'sql': merge them"):
+        with_adapters(EngineConfig(same_bits=True), given)
 
 
 def test_a_closed_executor_restores_the_layers_of_its_model():

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from compiled_attn import Scorer
-from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine import Engine, EngineConfig, GenerationResult, SamplingParams
 from compiled_attn.engine.logprobs import log_sum_exp, logprobs_of, token_logprobs
 from compiled_attn.engine.same_bits import _dependent, _Trial, order, prove, same_bits
 from compiled_attn.errors import ConfigError
 from compiled_attn.models.packed import pack_linears
 from compiled_attn.step import TableLayout
 from compiled_attn.step.layout import StepLimits
+from tests.compiled_attn.engine.drafting import draft_known
 from tests.compiled_attn.tiny import tiny_model
 
 CONFIG: dict[str, Any] = {
@@ -26,11 +27,17 @@ CONFIG: dict[str, Any] = {
     "num_blocks": 40, "max_graphs": 6,
 }  # fmt: skip
 UNTIED = {"tie_word_embeddings": False}
+LATENTS = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "a window and softcaps": ("gemma2", UNTIED, {}),
     "int4 weights": ("llama", {}, {"weights": "int4"}),
     "int8": ("llama", {}, {"kv_dtype": "int8"}),
+    "fp8": ("llama", {}, {"kv_dtype": "fp8"}),
+    "latents": ("deepseek_v3", LATENTS, {}),
 }
 KINDS = [
     pytest.param(
@@ -54,6 +61,13 @@ def traffic() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
+def check_bits(scorer: Scorer, results: list[GenerationResult]) -> None:
+    for result in results:
+        expected = scorer.score([*result.prompt, *result.tokens])[len(result.prompt) - 1 :]
+        got = torch.tensor([each.logprob for each in result.logprobs], dtype=torch.float64)
+        assert same_bits(got, expected)
+
+
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 def test_tokens_of_random_traffic_have_the_bits_of_score(name, dtype):
     family, sizes, settings = MODELS[name]
@@ -65,14 +79,27 @@ def test_tokens_of_random_traffic_have_the_bits_of_score(name, dtype):
     prompts, params = traffic()
     results = [*engine.generate(prompts, params, in_order=True)]
     assert engine.report().preemptions > 0
-    for prompt, result in zip(prompts, results, strict=True):
-        expected = scorer.score([*prompt, *result.tokens])[len(prompt) - 1 :]
-        got = torch.tensor([each.logprob for each in result.logprobs], dtype=torch.float64)
-        assert same_bits(got, expected)
+    check_bits(scorer, results)
+    given = prompts[0]
+    assert same_bits(scorer.score(torch.tensor(given)), scorer.score(given))
+    assert scorer.score([1]).shape == (0,)
     with pytest.raises(ValueError, match=r"expected 1..200 tokens"):
         scorer.score([])
     with pytest.raises(ValueError, match=r"token ids in 0..127, got 1..128"):
         scorer.score([1, 128])
+
+
+@pytest.mark.slow
+def test_accepted_drafts_have_the_same_bits():
+    model, config = tiny_model(), EngineConfig(**CONFIG, speculate="ngram:4")
+    scorer = Scorer(copy.deepcopy(model), config)
+    engine = Engine(model, config)
+    engine.warmup()
+    prompts, params = traffic()
+    draft_known(engine, [*engine.generate(prompts, params, in_order=True)], wrong=0.2)
+    results = [*engine.generate(prompts, params, in_order=True)]
+    assert sum(each.accepted_tokens for each in results) > 100
+    check_bits(scorer, results)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +122,14 @@ def test_a_setting_with_other_kernels_is_refused(name, value):
 def test_a_layer_that_cannot_be_packed_is_refused_by_name(family, sizes, expected):
     with pytest.raises(ConfigError, match=expected):
         Engine(tiny_model(family, **sizes), EngineConfig(**CONFIG))
+
+
+@pytest.mark.slow
+def test_a_bucket_with_a_graph_of_its_own_is_refused():
+    # The rotary embedding multiplies complex numbers, which inductor cannot do for all sizes.
+    engine = Engine(tiny_model("deepseek_v2", **LATENTS), EngineConfig(**CONFIG))
+    with pytest.raises(ConfigError, match=r"got DeepseekV2ForCausalLM: .* has its own graph"):
+        engine.warmup()
 
 
 class MixesRows(nn.Module):

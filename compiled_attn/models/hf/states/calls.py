@@ -24,42 +24,39 @@ _SILU = ("silu", "swish")
 _NO_LIMIT = (0.0, float("inf"))
 
 
-def conv(
-    function: Callable[..., Any], cache: Any, number: int, *args: Any, **kwargs: Any
-) -> Tensor:
+def conv(*call: Any, **settings: Any) -> Any:
     """``causal_conv1d_fn``: a causal depthwise convolution, and an activation."""
-    if isinstance(cache, LayerStates):
-        return _conv(cache, number, *args, **kwargs)
-    if isinstance(cache, StateRecorder):
-        _record_conv(cache, number, *args, **kwargs)
-    out: Tensor = function(*args, **kwargs)
-    return out
+    return _dispatch(_conv, _record_conv, *call, **settings)
 
 
-def delta(function: Callable[..., Any], cache: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+def delta(*call: Any, **settings: Any) -> Any:
     """``torch_chunk_gated_delta_rule``, or ``chunk_kimi_delta_attention`` with more decays."""
-    if isinstance(cache, LayerStates):
-        return _delta(cache, number, *args, **kwargs)
-    if isinstance(cache, StateRecorder):
-        _record_delta(cache, number, *args, **kwargs)
-    return function(*args, **kwargs)
+    return _dispatch(_delta, _record_delta, *call, **settings)
 
 
-def ssd(function: Callable[..., Any], cache: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+def ssd(*call: Any, **settings: Any) -> Any:
     """``mamba2_chunk_scan``."""
-    if isinstance(cache, LayerStates):
-        return _ssd(cache, number, *args, **kwargs)
-    if isinstance(cache, StateRecorder):
-        _record_ssd(cache, number, *args, **kwargs)
-    return function(*args, **kwargs)
+    return _dispatch(_ssd, _record_ssd, *call, **settings)
 
 
-def scan(function: Callable[..., Any], cache: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+def scan(*call: Any, **settings: Any) -> Any:
     """``mamba_selective_scan``."""
+    return _dispatch(_scan, _record_scan, *call, **settings)
+
+
+def _dispatch(
+    over_states: Callable[..., Any],
+    record: Callable[..., None],
+    function: Callable[..., Any],
+    cache: Any,
+    number: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if isinstance(cache, LayerStates):
-        return _scan(cache, number, *args, **kwargs)
+        return over_states(cache, number, *args, **kwargs)
     if isinstance(cache, StateRecorder):
-        _record_scan(cache, number, *args, **kwargs)
+        record(cache, number, *args, **kwargs)
     return function(*args, **kwargs)
 
 

@@ -111,6 +111,10 @@ class StateRecorder(Carrier):
     calls: list[StateCall] = field(default_factory=list)
     module: nn.Module | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Says what of a cache is missing here, in the words of a refusal."""
+        raise AttributeError(f"it reads {name} of its cache, which a step does not have")
+
     def add(
         self,
         number: int,

@@ -265,6 +265,8 @@ def test_a_step_without_slots_is_refused():
         ("zaya", "with ZayaCCAProjection, which keeps a state by code of its own"),
         ("qwen4_exp_text", "with layers of type indexed_attention"),
         ("inkling_text", "with InklingAttention that also passes position_bias"),
+        # Of transformers 5.24, and of 5.23.
+        ("inkling2_text", "reads is_sliding of its cache|passes position_bias, sinks"),
         ("recurrent_gemma", "with layers of type linear_attention"),
         ("minimax", "with layers of type linear_attention"),
         ("rwkv", "attention code of its own"),
