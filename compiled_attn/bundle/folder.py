@@ -192,6 +192,12 @@ class Bundle:
 
     def _read_manifest(self) -> Manifest:
         try:
+            if not self.folder.is_dir():
+                there = "a file" if self.folder.exists() else "nothing of this name"
+                raise BundleError(
+                    f"bundle {self.folder}: expected a folder of `compiled-attn bundle`, got "
+                    f"{there}: name one"
+                )
             refuse_unsafe(self.folder.resolve())
             present = files_in(self.folder)
             with open_own(self.folder / DIGEST, in_reach=True) as file:

@@ -14,8 +14,11 @@ from compiled_attn.cli.replicas import serving_backend, serving_config
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.text.llm import LLM
 from graphs import progress_for
+from graphs.cli.errors import refuse_unwritable
 
 __all__ = ["run_bundle"]
+
+_SERVED = {"backend": ("inductor",), "kernel": ("auto", "native"), "device": ("cpu",)}
 
 
 def run_bundle(options: BundleOptions) -> int:
@@ -23,8 +26,7 @@ def run_bundle(options: BundleOptions) -> int:
     with bad_input(), serving_backend(options) as backend:
         refuse_unavailable(options)
         tell_conversion(options.model)
-        if options.out.exists():
-            raise UserError(f"expected a new folder for --out, got {options.out}: name another one")
+        _refuse(options)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         config = serving_config(options, backend)
@@ -40,3 +42,16 @@ def run_bundle(options: BundleOptions) -> int:
         f"{made.torch}; serve it with: compiled-attn serve --bundle {options.out}"
     )
     return 0
+
+
+def _refuse(options: BundleOptions) -> None:
+    """Raises UserError or OSError, before the warmup, for what `write_bundle` would refuse."""
+    for name, served in _SERVED.items():
+        if (got := getattr(options, name)) not in served:
+            raise UserError(
+                f"expected --{name} {' or '.join(served)} for a bundle, got {got}: leave it out"
+            )
+    if options.out.exists():
+        raise UserError(f"expected a new folder for --out, got {options.out}: name another one")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    refuse_unwritable([options.out], None)

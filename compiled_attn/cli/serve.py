@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_attn.bundle import Bundle
+from compiled_attn.bundle import Bundle, BundleMisfit
 from compiled_attn.cache.quantisation import KV_DTYPES
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
@@ -43,7 +43,7 @@ _CANCEL_SECONDS = 5.0
 def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
     """Serves until a signal ends it; returns the exit code. Raises UserError for bad input.
 
-    ``bundle``: that of the options, opened; None where it may not fit.
+    ``bundle``: that of the options, opened; None where the options have none or ``or_compile``.
     """
     try:
         from compiled_attn.serve.model import ServedModel
@@ -69,10 +69,11 @@ def run_serve(options: ServeOptions, bundle: Bundle | None = None) -> int:
     backing = serving_backend(options) if compiles else contextlib.nullcontext(options.backend)
     with bad_input(), backing as backend:
         http = _http_settings(options)
-        name = options.name or options.model.stem
-        if options.bundle is not None:
-            name = options.name or options.bundle.stem
-        else:
+        name = options.name or (options.bundle or options.model).stem
+        if options.bundle is not None and bundle is None:
+            with contextlib.suppress(BundleMisfit):
+                bundle = Bundle(options.bundle)
+        if bundle is None:
             refuse_unavailable(options)
             if options.device == "cpu":
                 build_ahead(KV_DTYPES.get(options.kv_dtype, dtype_of(options)))

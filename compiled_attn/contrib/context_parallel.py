@@ -52,7 +52,7 @@ class ContextExecutor(RankExecutor):
         if self.kernel.name != "native":
             raise ConfigError(
                 f"context parallel is for the native kernel, got {self.kernel.name} "
-                f"({self.kernel.notes['native']}): use kernel 'auto', or tensor parallelism"
+                f"(native: {self.kernel.notes['native']}): use kernel 'auto', or tensor parallelism"
             )
         sizing = super()._sizing_of(model)
         layout = DividedTableLayout(

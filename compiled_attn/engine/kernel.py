@@ -119,7 +119,7 @@ def packs(
     if is_required and kernel.name != "native":
         raise ConfigError(
             f"weights {weights!r} are for the native kernel, got {kernel.name} "
-            f"({kernel.notes['native']}): choose weights 'auto' or 'plain'"
+            f"(native: {kernel.notes['native']}): choose weights 'auto' or 'plain'"
         )
     packing = as_rounded(cast(Packing, weights)) if weights in BITS_OF else as_packed
     if is_required and not any(map(packing, packable(model))) and not packed:

@@ -95,7 +95,7 @@ class LocalExecutor:
         if config.speculate is not None and self.kernel.name != "native":
             raise ConfigError(
                 f"expected the native kernel with speculate {config.speculate!r}, got "
-                f"{self.kernel.name} ({self.kernel.notes['native']}): leave speculate out"
+                f"{self.kernel.name} (native: {self.kernel.notes['native']}): leave speculate out"
             )
         self.draft, self.others = self._draft_for(model), list[LocalExecutor]()
         self.sizing = sizing = self._sizing_of(model)

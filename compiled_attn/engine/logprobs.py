@@ -110,7 +110,7 @@ class RowResult(NamedTuple):
         token: id of the next token; None with an error.
         error: why there is none, else "".
         prompt_logprobs: those of the prompt tokens after the computed ones.
-        draft: place of the token in a draft, from 1 on; 0: it was not drafted.
+        draft: position of the token in its draft, from 1 on; 0: it was not drafted.
         more: the results after it, one more than the first tokens of its draft that were accepted.
     """
 

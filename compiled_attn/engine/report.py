@@ -69,10 +69,10 @@ class EngineReport:
     ``restarts`` how often an exception ended a step, after which all running requests were computed
     again. ``torch_features`` has "on", or why it is off, for each optional use of torch's internals
     (`graphs.torch_features`). With ``speculate``, ``drafts`` counts the drafted and the accepted
-    tokens at each place of a draft. ``states`` has the slots for recurrent states (`StateSize`) and
-    their bytes, how many snapshots are stored, and how many were saved, restored and evicted. With
-    ``max_adapters``, ``adapters`` has the slots, their rank and bytes, and the open requests of
-    each adapter.
+    tokens at each position of a draft. ``states`` has the slots for recurrent states (`StateSize`)
+    and their bytes, how many snapshots are stored, and how many were saved, restored and evicted.
+    With ``max_adapters``, ``adapters`` has the slots, their rank and bytes, and the open requests
+    of each adapter.
     """
 
     graphs: int

@@ -76,7 +76,7 @@ class TokenEvent(NamedTuple):
 
     ``token`` is None in the last event of a request that ended with an error. ``index``,
     ``request_id`` and ``choice`` are those of `GenerationResult`, ``logprobs`` those of the token.
-    ``draft`` is the place of the token in a draft, from 1 on; 0: it was not drafted.
+    ``draft`` is the position of the token in its draft, from 1 on; 0: it was not drafted.
     """
 
     index: int  # type: ignore[assignment]  # not the method of a tuple

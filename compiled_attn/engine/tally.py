@@ -218,7 +218,7 @@ class Tally:
         return Percentiles.of(steps, float(self._longest[1:].max(initial=0.0)))
 
     def drafts(self) -> dict[str, list[int]]:
-        """Returns how many tokens were drafted and accepted, at each place of a draft."""
+        """Returns how many tokens were drafted and accepted, at each position of a draft."""
         places = range(1, 1 + self.longest_draft)
         return {
             kind: [self.count(f"{kind} {place}") for place in places]

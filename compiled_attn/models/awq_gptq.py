@@ -65,7 +65,8 @@ def load_awq_gptq(
     if missing := weights.missing():
         raise ModelError(
             f"model {folder}: {len(missing)} weights are missing, {missing[0]} first: it is "
-            "damaged, or of a kind that transformers converts while it loads"
+            "damaged, or of a kind that transformers converts while it loads: use the original "
+            "model"
         )
     return model
 

@@ -16,13 +16,24 @@ from compiled_attn.errors import ModelError
 from compiled_attn.models.packed_weight import WriteTrap
 from compiled_attn.models.quantised_layers import QuantisedEmbedding, QuantisedLinear
 from compiled_attn.ops.quantised_linear import QuantisedWeight
+from graphs.installation import install_command
 
 __all__ = ["EmptyWeights", "empty_model", "in_tensor"]
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """Builds the causal language model of a configuration; only its buffers have memory."""
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    """Builds the causal language model of a configuration; only its buffers have memory.
+
+    Raises:
+        ModelError: accelerate is not installed.
+    """
+    try:
+        from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ModelError(
+            "files of quantised weights need accelerate, which is not installed: "
+            f"{install_command('gguf')}"
+        ) from error
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
@@ -42,7 +53,7 @@ def in_tensor(source: Path, tensor: str) -> Iterator[None]:
         reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
         raise ModelError(
             f"model {source}: tensor {tensor}: {reason}: it is damaged, or does not fit its "
-            "configuration"
+            "configuration: download it again"
         ) from error
 
 

@@ -78,7 +78,7 @@ def load_gguf(file: Path, config: Any, dtype: torch.dtype, quantises: bool = Tru
     if missing := weights.missing():
         raise ModelError(
             f"model {file}: {len(missing)} weights are missing, {missing[0]} first: it is damaged, "
-            "or of a kind that transformers does not know"
+            "or of a kind that transformers does not know: use safetensors of the model"
         )
     return model
 

@@ -229,7 +229,7 @@ class _Header:
         last = next(reversed(infos.values()), None)
         expected = 0 if last is None else -(-(last.begin + last.size) // alignment) * alignment
         if (begin := self._number("Q")) != expected:
-            raise ValueError(f"expected it at {expected:,}, behind the one before, got {begin:,}")
+            raise ValueError(f"expected it at {expected:,}, after the previous one, got {begin:,}")
         infos[name] = _Info(name, kind, shape, begin, size)
 
     def _tensor(self, info: _Info, begin: int) -> GGUFTensor:

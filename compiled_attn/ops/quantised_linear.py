@@ -3,9 +3,10 @@
 A weight ``[N, K]`` is ``scale * code - minimum``, with a scale and a minimum for each output and
 group of inputs. Codes are unsigned; where a format has no minimum, the middle of their range is 0.
 Panels are 16 outputs, blocks 32 inputs; see ``csrc/linear/quantised_codes.h`` for the order of the
-bits. Products with codes are exact: a group's sum is scaled once, in float32, in either mode:
+bits. A group's sum of products with codes is scaled once, in float32, in either mode:
 
-- exact inputs (``w4a16``, ``w8a16``): inputs are multiplied as they are.
+- exact inputs (``w4a16``, ``w8a16``): inputs are multiplied as they are. Tiles of AMX multiply
+  bfloat16 inputs by weights that are rounded to bfloat16 instead of codes.
 - int8 inputs (``w4a8``, ``w8a8``): inputs are first rounded to int8, with a scale for each row and
   block. Sums of a group are exact integers, so tiles and registers give the same bits.
 """

@@ -43,8 +43,13 @@ def test_a_missing_or_cut_file_is_refused(copy):
 
 
 def test_no_bundle_at_all(tmp_path):
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(BundleError, match="expected a folder"):
+    (tmp_path / "file").touch()
+    for path, got in (
+        (tmp_path, "none with manifest.sha256"),
+        (tmp_path / "none", "nothing of this name"),
+        (tmp_path / "file", "a file"),
+    ):
+        with pytest.raises(BundleError, match=f"expected a folder .* got {got}: "):
             Bundle(path)
 
 

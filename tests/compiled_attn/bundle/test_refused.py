@@ -58,6 +58,15 @@ def test_a_bundle_that_cannot_be_used_is_refused_at_once(copy, capsys, name):
     assert line.startswith(f"compiled-attn: error: bundle {copy}: ")
 
 
+def test_a_model_to_compile_is_refused_at_once_where_the_bundle_does_not_fit(copy, capsys):
+    change_manifest(copy, torch="1.0")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(copy / "none"), "--bundle", str(copy), "--or-compile", "--no-store"])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("compiled-attn: error: model ")
+    assert f"{copy}/none: no such directory" in line
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

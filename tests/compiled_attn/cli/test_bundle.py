@@ -11,16 +11,28 @@ def test_a_folder_that_exists_is_refused_before_the_warmup(command, chat_dir, tm
     assert_refused(command("bundle", chat_dir, "--out", tmp_path), f"got {tmp_path}", "new folder")
 
 
-def test_an_engine_whose_graphs_are_not_replayed_is_refused(command, chat_dir, tmp_path):
-    sizes = ("--max-seqs", 2, "--max-tokens-per-step", 8, "--block-size", 8)
-    out = tmp_path / "bundle"
-    completed = command("bundle", chat_dir, "--out", out, "--backend", "eager", *sizes)
-    assert_refused(completed, "backend inductor on the CPU, got eager", at_once=False)
-    assert [*tmp_path.iterdir()] == []
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [("--backend", "eager", "inductor"), ("--kernel", "portable", "auto or native"),
+     ("--device", "meta", "cpu")],
+)  # fmt: skip
+def test_settings_that_no_bundle_has_are_refused_before_the_warmup(
+    command, chat_dir, tmp_path, option, value, expected
+):
+    completed = command("bundle", chat_dir, "--out", tmp_path / "out", option, value)
+    assert_refused(completed, f"{option} {expected} for a bundle, got {value}")
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_no_bundle_is_refused(command, tmp_path):
-    assert_refused(command("serve", "--bundle", tmp_path), f"{tmp_path}", "none with manifest")
+def test_a_folder_that_cannot_be_made_is_refused_before_the_warmup(command, chat_dir, tmp_path):
+    (tmp_path / "file").touch()
+    assert_refused(command("bundle", chat_dir, "--out", tmp_path / "file/out"), f"{tmp_path}/file")
+
+
+@pytest.mark.parametrize("options", [(), ("--or-compile",)])
+def test_a_folder_that_is_no_bundle_is_refused_at_once(command, tmp_path, options):
+    completed = command("serve", "--bundle", tmp_path, *options)
+    assert_refused(completed, f"{tmp_path}", "none with manifest")
 
 
 def test_options_of_model_and_engine_are_refused_by_name(command, chat_dir, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,13 @@ def test_weights_stay_packed_and_are_those_of_the_checkpoint(tmp_path, method, s
     with torch.no_grad():
         logits, exact = model(ids).logits, expected.eval()(ids).logits
     torch.testing.assert_close(logits, exact, rtol=1e-3, atol=1e-4)
+
+
+def test_the_missing_package_is_named(tmp_path, monkeypatch):
+    checkpoint(tmp_path, "awq")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ModelError, match=r"accelerate, which is not installed: pip install .*gguf"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "part of a block": (header(("one", [40, 2], Q8_0, 0)), r"whole blocks of 32, got \[2, 40\]"),
     "huge": (header(("one", [1 << 63, 2], F32, 0)), "tensor one cannot be read"),
     "wraps around": (header(("one", [1 << 62, 4], F32, 0)), "73,786,976,294,838,206,464 bytes"),
-    "offset": (header(("one", [32], F32, 1 << 63)), "expected it at 0, behind"),
+    "offset": (header(("one", [32], F32, 1 << 63)), "expected it at 0, after"),
     "overlap": (header(ONE, ("two", [32], F32, 64)), "'two' .*expected it at 128"),
     "type": (header(("one", [32], 20, 0)), "one is of type IQ4_NL, expected one of Q4_0"),
     "unknown type": (header(("one", [32], 1 << 31, 0)), "one is of type 2147483648"),
