@@ -21,7 +21,7 @@ from accelerator import engines, replays, shares, weights
 from accelerator.scene import Sizes, steps
 
 from compiled_attn.ops import load
-from compiled_attn.ops.providers import PROVIDERS
+from compiled_attn.ops.providers import PROVIDERS, flash
 from compiled_attn.testing.kit.command import run_command
 from tests.compiled_attn.ops.kernels import interpreted
 
@@ -82,6 +82,19 @@ def test_each_provider_has_a_column_or_a_reason(case, monkeypatch, capsys):
     call = right.calls[0]
     new = torch.cat([call.key_cache[b, o][None] for b, o in cells_of_new(made[0])])
     assert torch.equal(call.new.key, new)
+
+
+@pytest.mark.parametrize(("case", "page"), [("chunk 5 of 30", 16), ("prefill 2 x 20", 64)])
+def test_kernels_of_descriptors_have_columns(case, page, monkeypatch, capsys):
+    interpreted()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(flash, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash, "lacks_device", lambda _: None)
+    made = steps(Sizes(4, 2, 16, page, torch.bfloat16), *gpu.SMALL[case], CPU, 1)
+    names = "descriptors", "specialized"
+    found = gpu.row(names, case, made, SimpleNamespace(rounds=1, calls=1))
+    assert [*found["seconds"]] == [*found["differences"]] == [*names], found["skipped"]
+    assert max(found["differences"].values()) < 0.02
 
 
 def cells_of_new(step):
