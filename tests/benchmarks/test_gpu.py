@@ -121,7 +121,7 @@ def test_parts_that_fail_or_time_out_are_reported_and_the_others_run(tmp_path):
         "== gpu_serving failed (1)",
         "== gpu_attention failed (1)",
     ]
-    assert "engines, goals, got nonsense" in process.stdout
+    assert "specialized, goals, got nonsense" in process.stdout
     slow = tmp_path / "slow"
     orphan = "sleep 60 > /dev/null 2>&1 &"  # which outlives its parent must not keep the pipe
     slow.write_text(f"#!/bin/sh\necho begun; trap 'echo cut off; exit 3' INT; {orphan} wait\n")
