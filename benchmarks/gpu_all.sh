@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All that a machine with a GPU is for, in parts of under ten minutes each: the tests marked gpu
 # (the op's, the engine's, CUDA graphs, the conformance suite of backends), the conformance kit, the
-# op against others, its tiles, recorded steps next to fresh ones, and engines' tokens a second; at
-# last a table of the goals.
+# op against others, its tiles, recorded steps next to fresh ones, engines' tokens a second, and
+# kernels that may replace Triton's; at last a table of the goals.
 # Each part has a limit of its own, in seconds, and its files in the folder as it goes; one that
 # fails or is cut off costs the others nothing.
 #
@@ -10,14 +10,16 @@
 #
 # FOLDER: benchmarks/results; DEVICE: cuda; PARTs: those below, in this order.
 # Where a command may take ten minutes, run the sets one by one: set1 (tests attention codes
-# replays), set2 (weights tiles serving sanitizer), set3 (kit engines goals).
+# replays), set2 (weights tiles serving sanitizer), set3 (kit engines goals), set4 (providers
+# descriptors specialized goals). No device has run the two kernels of descriptors yet: each has a
+# process of its own, which may fail or hang.
 # LIMIT=580 for a part, one part a call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${1:-benchmarks/results}
 DEVICE=${2:-cuda}
 PARTS=("${@:3}")
-[ ${#PARTS[@]} -gt 0 ] || PARTS=(set1 set2 set3)
+[ ${#PARTS[@]} -gt 0 ] || PARTS=(set1 set2 set3 set4)
 PYTHON=${PYTHON:-python3}
 ARGS=${ARGS:-} # of gpu.py
 KIT=${KIT:-}   # of the conformance kit
@@ -38,6 +40,11 @@ step() { # NAME SECONDS COMMAND...: its output goes to the screen and a file as 
 measure() { # PART SECONDS: a part of gpu.py
   step "gpu_$1" "$2" "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts "$1" \
     --json "$OUT/gpu_$1.json" $ARGS
+}
+
+provide() { # PART SECONDS PROVIDER...: providers, in a process of their own
+  step "gpu_$1" "$2" "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts providers \
+    --providers "${@:3}" --json "$OUT/gpu_$1.json" $ARGS
 }
 
 tests() {
@@ -70,6 +77,7 @@ run() {
     set1) for each in tests attention codes replays; do run "$each"; done ;;
     set2) for each in weights tiles serving sanitizer; do run "$each"; done ;;
     set3) for each in kit engines goals; do run "$each"; done ;;
+    set4) for each in providers descriptors specialized goals; do run "$each"; done ;;
     tests | sanitizer | kit | goals) "$1" ;;
     attention) measure attention 180 ;;
     codes) measure codes 70 ;;
@@ -78,8 +86,11 @@ run() {
     tiles) measure tiles 115 ;;
     serving) measure serving 80 ;;
     engines) measure engines 470 ;;
+    providers) provide providers 240 varlen dense+paged fa3 flashinfer ;;
+    descriptors) provide descriptors 140 descriptors ;;
+    specialized) provide specialized 140 specialized ;;
     *) echo "== expected parts of tests, attention, codes, replays, weights, tiles, serving," \
-      "sanitizer, kit, engines, goals, got $1" && failed=1 ;;
+      "sanitizer, kit, engines, providers, descriptors, specialized, goals, got $1" && failed=1 ;;
   esac
 }
 for part in "${PARTS[@]}"; do run "$part"; done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from accelerator.scene import Step
+from compiled_attn.ops.call import PagedCall
+from compiled_attn.ops.providers import PROVIDERS
 
 Kernel = Callable[[Step], Tensor]
 
@@ -104,23 +106,34 @@ def flex(_: Step) -> Kernel:
     return run
 
 
-def varlen(_: Step) -> Kernel:
-    """torch's own flash attention over pages (torch 2.12 and newer)."""
-    from torch.nn.attention.varlen import varlen_attn
+def provided(like: Step, name: str) -> Kernel:
+    """Triton's kernel with its default plan ("triton"), or a provider's, next to new tokens."""
+    device = like.query.device
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET") == "1":
+        raise NotImplementedError(f"Triton is for CUDA, not for {device.type}")
+    from compiled_attn.ops.triton.arguments import problem_of
+    from compiled_attn.ops.triton.autotune import new_tokens
+    from compiled_attn.ops.triton.launch import attend
+    from compiled_attn.ops.triton.plans import chip_of
+    from compiled_attn.ops.triton.tiles import plan
 
-    if "block_table" not in inspect.signature(varlen_attn).parameters:
-        raise NotImplementedError(f"no pages in torch {torch.__version__}")
+    calls: dict[int, PagedCall] = {}
 
-    def run(step: Step) -> Tensor:
-        out = varlen_attn(
-            step.query, step.key_cache, step.value_cache, step.query_start_loc, None,
-            step.queries, step.length, window_size=(-1, 0), enable_gqa=True,
-            seqused_k=step.seq_lens, block_table=step.block_table,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
+    def call_of(step: Step) -> PagedCall:
+        if id(step) not in calls:
+            call = PagedCall.of(
+                step.query, step.key_cache, step.value_cache, step.block_table, step.seq_lens,
+                step.query_start_loc, step.sizes.dim**-0.5, key_scale=step.key_scale,
+                value_scale=step.value_scale,
+            )  # fmt: skip
+            calls[id(step)] = call._replace(new=new_tokens(call))
+        return calls[id(step)]
 
-    return run
+    call = call_of(like)
+    if name in PROVIDERS and (reason := PROVIDERS[name].why_not(call)):
+        raise NotImplementedError(f"it {reason}")
+    chosen = plan(problem_of(call), chip_of(device))._replace(kernel=name)
+    return lambda step: attend(call_of(step), chosen)[0]
 
 
 def copy(like: Step) -> Kernel:
@@ -139,11 +152,11 @@ def copy(like: Step) -> Kernel:
 MAKERS: dict[str, Callable[[Step], Kernel]] = {
     "op": lambda _: op,
     "copy": copy,
-    "varlen": varlen,
     "flex": flex,
     "sdpa": contiguous_sdpa,
     "sdpa cudnn": partial(contiguous_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "sdpa flash": partial(contiguous_sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "gather": lambda _: gathered_sdpa,
+    **{name: partial(provided, name=name) for name in ("triton", *PROVIDERS)},
 }
 """Makers of kernels by name; one raises where its kernel is not available."""

@@ -19,7 +19,7 @@ import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--small --rounds 2 --calls 2 --backends eager --dtype float32"
-PARTS = "attention codes replays weights tiles serving engines goals"
+PARTS = "attention codes replays weights tiles serving engines providers specialized goals"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_one_command_writes_results_for_every_case_and_each_backend_that_works(
     ]
     for row in written["attention"]:
         assert {"op", "copy", "sdpa", "gather"} <= set(row["seconds"])
-        skipped = {"varlen", "flex", "sdpa cudnn", "sdpa flash"}
+        skipped = {"flex", "sdpa cudnn", "sdpa flash"}
         assert set(row["skipped"]) == skipped, "each with its reason"
     written = json.loads((folder / "gpu_serving.json").read_text())
     (row,) = written["serving"]
@@ -78,6 +78,13 @@ def assert_all_parts(folder: Path) -> None:
     assert [row["different"] for row in found["replays"]["replays"]] == [0, 0]
     (row,) = found["engines"]["engines"]
     assert row["speeds"]["ours"] > 0 and sum(row["shares"].values()) == pytest.approx(1)
+    for part, provider in ("providers", "varlen"), ("specialized", "specialized"):
+        rows = found[part]["providers"]
+        assert [row["case"].split()[0] for row in rows] == ["prefill", "chunk", "decode"]
+        for row in rows:
+            assert row["seconds"].keys() == {"copy", "sdpa"}
+            for name in ("triton", provider):
+                assert "Triton is for CUDA" in row["skipped"][name]
     assert found["goals"]["rows"]["replays differing (0)"] == ["not measured"]
 
 
@@ -90,11 +97,10 @@ def test_without_the_device_it_is_skipped_with_a_line(tmp_path, monkeypatch, cap
 
 def test_each_set_of_parts_ends_within_ten_minutes():
     text = (ROOT / "benchmarks" / "gpu_all.sh").read_text()
-    limits = {
-        name: int(each) for name, each in re.findall(r"(?:step gpu_|measure )(\w+) (\d+)", text)
-    }
+    steps = re.findall(r"(?:step gpu_|measure |provide )(\w+) (\d+)", text)
+    limits = {name: int(each) for name, each in steps}
     sets = re.findall(r"set\d\) for each in ([\w ]+);", text)
-    assert len(limits) == 11 and {*limits} == {*" ".join(sets).split()}
+    assert len(limits) == 14 and {*limits} == {*" ".join(sets).split()}
     for parts in sets:
         assert sum(limits[each] + 10 for each in parts.split()) <= 600, parts
 
@@ -115,7 +121,7 @@ def test_parts_that_fail_or_time_out_are_reported_and_the_others_run(tmp_path):
         "== gpu_serving failed (1)",
         "== gpu_attention failed (1)",
     ]
-    assert "engines, goals, got nonsense" in process.stdout
+    assert "specialized, goals, got nonsense" in process.stdout
     slow = tmp_path / "slow"
     orphan = "sleep 60 > /dev/null 2>&1 &"  # which outlives its parent must not keep the pipe
     slow.write_text(f"#!/bin/sh\necho begun; trap 'echo cut off; exit 3' INT; {orphan} wait\n")

@@ -14,12 +14,16 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 import docs_page
+import gpu
 import gpu_goals
 import gpu_sanitizer
 from accelerator import engines, replays, shares, weights
+from accelerator.scene import Sizes, steps
 
 from compiled_attn.ops import load
+from compiled_attn.ops.providers import PROVIDERS, flash
 from compiled_attn.testing.kit.command import run_command
+from tests.compiled_attn.ops.kernels import interpreted
 
 CPU = torch.device("cpu")
 
@@ -37,6 +41,68 @@ def test_replays_equal_fresh_calls_and_a_stale_buffer_is_found(monkeypatch):
 
     monkeypatch.setattr(replays, "_recorded", stale)
     assert replays.compare("mixed 8", bucket, 5, CPU, torch.float32, 16).different == 5
+
+
+class Served:
+    """A provider: Triton's results times a factor, or none."""
+
+    def __init__(self, name, factor=1.0, why=None):
+        self.name, self.factor, self.why = name, factor, why
+        self.calls = []
+
+    def why_not(self, call):
+        return self.why
+
+    def attend(self, call, paged):
+        self.calls.append(call)
+        out, lse = paged(call)
+        return out * self.factor, lse
+
+
+@pytest.mark.parametrize("case", gpu.SMALL)
+def test_each_provider_has_a_column_or_a_reason(case, monkeypatch, capsys):
+    interpreted()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    right, wrong = Served("varlen"), Served("fa3", 1.5)
+    for each in (right, wrong, Served("dense+paged", why="has no window\nof any size")):
+        monkeypatch.setitem(PROVIDERS, each.name, each)
+    sizes = Sizes(4, 2, 16, 16, torch.float32)
+    made = steps(sizes, *gpu.SMALL[case], CPU, 2)
+    names = "triton", "varlen", "dense+paged", "fa3", "flashinfer", "specialized", "copy", "sdpa"
+    found = gpu.row(names, case, made, SimpleNamespace(rounds=1, calls=2))
+    assert [*found["seconds"]] == ["triton", "varlen", "copy", "sdpa"]
+    assert found["skipped"]["dense+paged"] == "NotImplementedError: it has no window"
+    assert found["skipped"]["flashinfer"].startswith("NotImplementedError: it ")
+    assert found["skipped"]["fa3"].startswith("ArithmeticError: differs by ")
+    assert found["differences"]["triton"] < 1e-5 and found["differences"]["fa3"] > 0.02
+    assert len(wrong.calls) == 1, "what is wrong is not timed"
+    printed = capsys.readouterr().out
+    assert re.search(r"# differences from gather: triton \S+, varlen \S+, fa3", printed)
+    assert printed.index("# differences") < printed.index("TFLOP/s")
+    call = right.calls[0]
+    new = torch.cat([call.key_cache[b, o][None] for b, o in cells_of_new(made[0])])
+    assert torch.equal(call.new.key, new)
+
+
+@pytest.mark.parametrize(("case", "page"), [("chunk 5 of 30", 16), ("prefill 2 x 20", 64)])
+def test_kernels_of_descriptors_have_columns(case, page, monkeypatch, capsys):
+    interpreted()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(flash, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash, "lacks_device", lambda _: None)
+    made = steps(Sizes(4, 2, 16, page, torch.bfloat16), *gpu.SMALL[case], CPU, 1)
+    names = "descriptors", "specialized"
+    found = gpu.row(names, case, made, SimpleNamespace(rounds=1, calls=1))
+    assert [*found["seconds"]] == [*found["differences"]] == [*names], found["skipped"]
+    assert max(found["differences"].values()) < 0.02
+
+
+def cells_of_new(step):
+    """Block and offset of each new token: the last ones of each request."""
+    size = step.sizes.block_size
+    for request in range(step.requests):
+        for at in range(step.length - step.queries, step.length):
+            yield int(step.block_table[request, at // size]), at % size
 
 
 def test_kinds_of_kernels():
@@ -160,6 +226,23 @@ def test_a_goal_is_measured_or_says_that_it_is_not(tmp_path):
         f"0.10, 0.60, 0.10, 0.20, {no}",
     ]  # fmt: skip
     assert gpu_goals.question(tmp_path)["columns"][0]["shows"] == "NVIDIA H100"
+
+
+def test_a_provider_nearer_to_sdpa_than_the_op_is_named(tmp_path):
+    own = [{"case": case, "seconds": {"op": 2.0, "sdpa": 1.0}} for case in gpu_goals.PREFILLS[:2]]
+    (tmp_path / "gpu_attention.json").write_text(json.dumps({"attention": own}))
+    for file, case, name, speed in (
+        ("providers", 0, "fa3", 1.1),
+        ("specialized", 0, "specialized", 1.25),
+        ("providers", 1, "varlen", 4.0),
+    ):
+        path = tmp_path / f"gpu_{file}.json"
+        rows = json.loads(path.read_text())["providers"] if path.exists() else []
+        seconds = {"triton": 0.1, "copy": 0.1, "sdpa": 1.2, "sdpa cudnn": 1.0, name: speed}
+        rows.append({"case": gpu_goals.PREFILLS[case], "seconds": seconds})
+        path.write_text(json.dumps({"providers": rows}))
+    (cells, *_) = gpu_goals.table(tmp_path).values()
+    assert cells[1] == "0.50 (fa3 0.91), 0.50, not measured, not measured"
 
 
 def test_the_docs_have_the_goals():

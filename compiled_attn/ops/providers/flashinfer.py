@@ -66,4 +66,8 @@ class FlashInfer:
 
 @functools.cache
 def _workspace(device: torch.device) -> Tensor:
+    # All graphs of a device share it, which is safe on one stream: its kernels for prompts split no
+    # keys, so no counters stay there from launch to launch. A launch writes the statistics of its
+    # lse there and reads them again before the next one begins. On two streams at once, an lse may
+    # be of the other's statistics; out is not computed from them.
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -22,7 +22,7 @@ from compiled_attn.ops.triton.launch import attend, compile_plan
 from compiled_attn.ops.triton.plans import PLANS, REFUSED, Plans, chip_of, failed
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
 
-__all__ = ["call_of", "measuring", "tune"]
+__all__ = ["call_of", "measuring", "new_tokens", "tune"]
 
 _COLD_BYTES = 1 << 28  # of keys and of values: more than any L2 cache
 _ROUNDS = 7
@@ -83,11 +83,11 @@ def call_of(problem: Problem, device: torch.device) -> PagedCall:
         _random((*cells, problem.value_dim), stored, device),
         table, lengths, starts.int(), Scoring(problem.key_dim**-0.5), True, scale, scale,
     )  # fmt: skip
-    return call._replace(new=_new_tokens(call))
+    return call._replace(new=new_tokens(call))
 
 
-def _new_tokens(call: PagedCall) -> NewTokens:
-    """The last tokens of each request, as they are in the caches."""
+def new_tokens(call: PagedCall) -> NewTokens:
+    """Returns the last tokens of each request, as they are in the caches."""
     starts, (_, page, kv_heads, _) = call.query_start_loc, call.key_cache.shape
     row = torch.arange(call.query.shape[0], device=call.query.device)
     request = torch.searchsorted(starts, row, right=True) - 1

@@ -89,10 +89,20 @@ def _change(room: Path, text: str, changed: str) -> None:
 
 def _passes(room: Path, case: Case) -> bool:
     try:
-        assert_right(_kernels(room).quantised_linear(*case.made()[0]), case)
+        made = [_before_nan(each) for each in case.made()[0]]
+        assert_right(_kernels(room).quantised_linear(*made), case)
     except AssertionError:
         return False
     return True
+
+
+def _before_nan(argument: object) -> object:
+    """A tensor of numbers with NaN after its end, where a read is then seen; others as they are."""
+    if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
+        return argument
+    memory = torch.full((argument.numel() + 4096,), torch.nan, dtype=argument.dtype)
+    memory[: argument.numel()] = argument.flatten()
+    return memory[: argument.numel()].view(argument.shape)
 
 
 def _looks_up(room: Path) -> bool:

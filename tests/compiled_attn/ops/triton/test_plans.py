@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from accelerator.traffic import Rows, attend_traffic, floor_of
 
 from compiled_attn.ops.triton.plans import Plans
 from compiled_attn.ops.triton.tiles import (
@@ -59,6 +60,24 @@ def test_requests_that_decode_are_split_until_the_device_is_full(requests, keys,
     problem = DECODE._replace(tokens=requests, requests=requests, keys=keys)
     programs = plan(problem, Chip(132, is_hopper)).splits * requests * problem.kv_heads
     assert 132 <= programs <= 2 * 132
+
+
+@pytest.mark.parametrize("codes", ["none", "e4m3"])
+@pytest.mark.parametrize(
+    ("requests", "keys", "splits"),
+    [(1, 8192, 32), (16, 1024, 2), (64, 1024, 1), (64, 2048, 1), (64, 8192, 1), (256, 1024, 1)],
+)
+def test_programs_of_a_decode_with_keys_fill_the_device_with_few_more_bytes(
+    requests, keys, splits, codes
+):
+    problem = DECODE._replace(tokens=requests, requests=requests, keys=keys, codes=codes)
+    chosen = plan(problem, Chip(132, is_hopper=True))
+    assert chosen.splits == splits
+    # A program without rows ends at once: those of requests count, two a multiprocessor.
+    programs = chosen.splits * requests * problem.kv_heads
+    assert programs / (-(-programs // 264) * 264) >= 0.96
+    rows = [Rows(1, keys)] * requests
+    assert attend_traffic(problem, chosen, rows).total < 1.08 * floor_of(problem, rows).total
 
 
 def test_few_keys_or_many_rows_are_not_split():

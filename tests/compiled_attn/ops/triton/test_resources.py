@@ -47,8 +47,9 @@ SPILLED = {
     ("D 256, e4m3", "decode", "sm_120"): 8,
     ("D 64, sinks", "decode", "sm_100"): 8,
     ("D 192, Dv 128", "decode", "sm_100"): 16,
+    ("D 128, e4m3", "decode", "sm_90"): 0,
 }  # fmt: skip
-"""Bytes of a thread that these spill all the same: a few numbers."""
+"""Bytes of a thread that these spill all the same, a few numbers; others of sm_90: those below."""
 SPILLED_OF_HOPPER = {"decode": 700, "prefill": 1200}
 """There tiles are those that were measured to be the fastest."""
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
@@ -86,9 +87,8 @@ def _compiled(
 def _expect_fits(row: dict[str, Any]) -> None:
     is_gfx = row["target"] == "gfx942"
     assert row["registers"] <= (512 if is_gfx else 255), row
-    spilled = SPILLED.get((row["case"], row["kernel"], row["target"]), 0)
-    if row["target"] == "sm_90":
-        spilled = SPILLED_OF_HOPPER.get(row["kernel"], 0)
+    usual = SPILLED_OF_HOPPER.get(row["kernel"], 0) if row["target"] == "sm_90" else 0
+    spilled = SPILLED.get((row["case"], row["kernel"], row["target"]), usual)
     assert row["spilled"] <= spilled, row
     assert row["shared"] <= SHARED.get(row["target"], SHARED_OF_OTHERS), row
     if row["attends"] and row["dtype"] != "torch.float32":
@@ -134,9 +134,13 @@ def test_a_decode_and_a_prefill_fit_a_device():
 
 @pytest.mark.parametrize(
     ("case", "target", "kernel"),
-    [("D 128", "sm_80", "decode"), ("D 128", "sm_100", "prefill")],
+    [
+        ("D 128", "sm_80", "decode"),
+        ("D 128", "sm_100", "prefill"),
+        ("D 128, e4m3", "sm_90", "decode"),
+    ],
 )
-def test_other_devices_copy_asynchronously_and_use_their_tensor_cores(case, target, kernel):
+def test_devices_copy_asynchronously_and_use_their_tensor_cores(case, target, kernel):
     (row,) = _compiled([case], [target], (kernel,))
     _expect_fits(row)
     _expect_fast(row)
