@@ -346,8 +346,7 @@ class PlanOptions(ServingOptions):
 
 def settings_of(options: ModelOptions) -> dict[str, Any]:
     """Returns the options that are fields of `EngineConfig`, by name."""
-    names = (each.name for each in fields(options) if each.name in _SETTINGS)
-    return {name: getattr(options, name) for name in names}
+    return {name: getattr(options, name) for name in _SETTINGS if hasattr(options, name)}
 
 
 def given_settings(options: EngineOptions) -> list[str]:
