@@ -42,7 +42,8 @@ def ran(folder: Path, python: Path, device: str, *parts: str, **names: str) -> A
     )
 
 
-# None are all; the tests and the sanitizer of a fake device are skipped with a line.
+# None are all, minutes on a busy machine; the tests and the sanitizer of a fake device are skipped.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("parts", slow_but(["serving attention"], ["serving attention", ""]))
 def test_one_command_writes_results_for_every_case_and_each_backend_that_works(
     parts, tmp_path, python
