@@ -35,7 +35,7 @@ def test_every_format_is_the_product_in_float64(ops, form, int8_inputs):
         assert_right(computed(ops, case), case)
 
 
-@settings(max_examples=30)
+@settings(max_examples=18)
 @given(
     case=st.builds(
         Case,
