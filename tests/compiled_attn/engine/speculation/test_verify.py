@@ -12,7 +12,7 @@ from compiled_attn.engine.sampler import NOT_FINITE, sample_step
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.speculation.verify import sampled
 
-VOCAB, DRAWS, EACH = 6, 60_000, 2_000
+VOCAB, DRAWS, EACH = 6, 200_000, 2_000
 LOGITS = torch.tensor([[1.0, 2.0, 0.5, 1.5, -1.0, 0.0], [0.0, -1.0, 3.0, 1.0, 2.0, 0.5],
                        [2.0, 2.0, 0.0, -3.0, 1.0, 1.0]])  # fmt: skip
 
