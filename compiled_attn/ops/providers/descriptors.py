@@ -11,6 +11,7 @@ from compiled_attn.ops.providers.base import Paged
 __all__ = ["Descriptors"]
 
 _MAX_DIM = 128  # larger ones spill registers
+_TRITON = (3, 9)  # whose compiler specialises warps; that of 3.6 ends the process
 
 
 class Descriptors:
@@ -36,8 +37,13 @@ class Descriptors:
         dim = call.query.shape[2]
         if (self._specialized or major == 12) and dim > _MAX_DIM:
             return f"has head sizes up to {_MAX_DIM} on sm_{major}{minor}, not {dim}"
-        from compiled_attn.ops.triton.prompt_launch import why_not  # imports Triton
+        import triton
 
+        from compiled_attn.ops.triton.prompt_launch import why_not
+
+        found = tuple(map(int, triton.__version__.split(".")[:2]))
+        if self._specialized and found < _TRITON:
+            return f"needs Triton {_TRITON[0]}.{_TRITON[1]} or newer, not {triton.__version__}"
         return why_not(call)
 
     def attend(self, call: PagedCall, paged: Paged) -> tuple[Tensor, Tensor]:

@@ -200,4 +200,8 @@ def test_a_device_may_lack_what_it_needs(monkeypatch, specialized, capability, d
     assert kernel.why_not(call) == "runs on NVIDIA's devices, not on cpu"
     monkeypatch.setattr(flash, "capability", lambda _: capability)
     monkeypatch.setattr(flash, "lacks_device", lambda _: None)
+    monkeypatch.setattr("triton.__version__", "3.9.1")
     assert kernel.why_not(call) == reason
+    monkeypatch.setattr("triton.__version__", "3.6.0")  # its compiler would end the process
+    old = "needs Triton 3.9 or newer, not 3.6.0" if specialized else None
+    assert kernel.why_not(call) == (reason or old)

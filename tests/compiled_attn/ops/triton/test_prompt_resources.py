@@ -37,6 +37,7 @@ def _expect_fast_code(row: dict[str, Any]) -> None:
     assert row["fused_powers"] == 0, row
 
 
+@pytest.mark.usefixtures("of_this_triton")
 def test_warps_are_specialised_on_hopper():
     """One loop: a group of warps copies, two multiply, with registers for each."""
     rows = {row["kernel"]: row for row in _compiled("sm_90", ["D 128, page 128"])}

@@ -47,6 +47,7 @@ SPILLED = {
     ("D 256, e4m3", "decode", "sm_120"): 8,
     ("D 64, sinks", "decode", "sm_100"): 8,
     ("D 192, Dv 128", "decode", "sm_100"): 16,
+    ("D 192, Dv 128", "decode", "sm_89"): 16,
     ("D 128, e4m3", "decode", "sm_90"): 0,
 }  # fmt: skip
 """Bytes of a thread that these spill all the same, a few numbers; others of sm_90: those below."""
@@ -61,10 +62,12 @@ TENSOR_CORES = {"sm_80": "HMMA", "sm_89": "HMMA", "sm_90": "HGMMA", "sm_100": "U
 PROGRAMS = {
     ("D 64", "sm_80"): 2, ("D 64", "sm_90"): 4, ("D 64", "sm_100"): 4,
     ("D 128", "sm_80"): 2, ("D 128", "sm_90"): 2, ("D 128", "sm_100"): 2,
-    ("D 128, e4m3", "sm_80"): 1, ("D 128, e4m3", "sm_90"): 2, ("D 128, e4m3", "sm_100"): 2,
+    ("D 128, e4m3", "sm_80"): 1, ("D 128, e4m3", "sm_90"): 2, ("D 128, e4m3", "sm_100"): 1,
     ("D 256", "sm_90"): 2,
 }  # fmt: skip
 """Programs of a decode that a multiprocessor holds at least: one computes while others load."""
+COPIED = {("D 192, Dv 128", target): 0.75 for target in ("sm_80", "sm_89", "sm_100", "sm_120")}
+"""Share of copies of 16 bytes in cases that have less of them."""
 IN_FLIGHT = 24 * 1024
 """Bytes to be loaded at once on each multiprocessor: an H100's bandwidth times a microsecond."""
 
@@ -110,7 +113,8 @@ def _expect_fast(row: dict[str, Any]) -> None:
     # Keys and values are copied asynchronously, 16 bytes a thread (codes: 8 or 16); the rest is
     # scales and the block table, and codes of the small tiles of other devices than sm_90.
     wide = sum(bits * count for bits, count in copied.items() if bits >= (64 if has_codes else 128))
-    assert wide > (0.9 if row["target"] == "sm_90" or not has_codes else 0.5) * of_all > 0, row
+    least = COPIED.get(case, 0.9 if row["target"] == "sm_90" or not has_codes else 0.5)
+    assert wide > least * of_all > 0, row
     if row["kernel"] == "decode":
         assert row["programs"] >= PROGRAMS.get(case, 1), row
         assert row["programs"] * row["shared"] >= IN_FLIGHT, row
@@ -132,6 +136,7 @@ def test_a_decode_and_a_prefill_fit_a_device():
     assert {row["tensor_cores"] for row in rows if row["kernel"] == "prefill"} == {"HGMMA"}
 
 
+@pytest.mark.usefixtures("of_this_triton")
 @pytest.mark.parametrize(
     ("case", "target", "kernel"),
     [
